@@ -81,6 +81,7 @@ soak: $(VENV)/installed-test
 	$(BIN)/python tests/crash/campaign.py --minutes 30 --seed $$(date +%s) $(ARGS)
 	$(BIN)/python tests/crash/campaign.py --power --randoms 20 --seed $$(date +%s)
 	T5CKPT_RACE_STEPS=1000 T5CKPT_RACE_SEED=$$(date +%s) $(PYTEST) -o faulthandler_timeout=0 tests/commit/test_raced_steps.py
+	T5CKPT_SIGNALS=200 $(PYTEST) -m slow tests/whole/test_signals.py
 	$(BIN)/python tests/multiprocess/chaos.py --seconds 600 --seed $$(date +%s)
 	T5CKPT_SCHEDULES=1000000 T5CKPT_FIRST_SEED=$$(date +%s) $(PYTEST) tests/simulation/test_protocols.py
 

@@ -111,6 +111,7 @@ def tree(root: pathlib.Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob('*') if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('make', 'layout'), [*MAKERS, *((make, 'orbax') for make in NAMED)])
 def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplog):
     run_dir.mkdir()
@@ -176,6 +177,7 @@ def test_every_finder_agrees_with_restore(run_dir, tmp_path, make, layout, caplo
     assert t5ckpt.all_steps(run_dir) == [7, 9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('make', [*(make for make, _ in MAKERS), *NAMED])
 def test_whatever_takes_a_run_and_a_step_finds_the_step_of_restore(run_dir, tmp_path, make):
     run_dir.mkdir()
@@ -230,6 +232,7 @@ def test_a_run_does_not_go_on_before_a_step_of_others_that_is_not_read(tmp_path,
     assert t5ckpt.all_steps(run) == [50, 100][not older :]
 
 
+@pytest.mark.slow
 def test_a_bucket_lists_steps_of_others(bucket, tmp_path):
     run = tmp_path / 'run'
     run.mkdir()
@@ -278,10 +281,12 @@ def test_rm_says_the_same_however_a_step_is_named(run_dir, make):
     assert tree(run_dir) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    'bucket', ['gs', *(pytest.param(name, marks=pytest.mark.slow) for name in ('az', 's3'))], indirect=True
+    ('bucket', 'make', 'layout'),
+    [*(('gs', *each) for each in [*MAKERS, (BOTH, 'orbax')]), ('az', BOTH, 'orbax'), ('s3', BOTH, 'orbax')],
+    indirect=['bucket'],
 )
-@pytest.mark.parametrize(('make', 'layout'), [*MAKERS, (BOTH, 'orbax')])
 def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, layout, caplog):
     """Before the run has an index of its steps, and after the first save, which makes one."""
     run, url = tmp_path / 'run', bucket.url()
@@ -333,6 +338,7 @@ def test_every_finder_agrees_with_restore_on_a_bucket(bucket, tmp_path, make, la
     assert all(bucket.raw(f'{url}/{key}') == data for key, data in tree(run).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('make', 'step'), [(t5x_orbax, 'checkpoint_5'), (manager, '5')])
 def test_a_step_that_orbax_still_writes_is_not_listed(bucket, tmp_path, make, step):
     make(tmp_path, 5)

@@ -118,6 +118,7 @@ def test_ls_calls_best_the_step_that_best_prints(tmp_path, losses, pinned):
     assert named == ([best] if is_finite else [])
 
 
+@pytest.mark.slow
 def test_ls_gives_the_size_of_all_files_of_a_step_on_a_disk_and_in_a_bucket(run_dir, s3):
     url = s3.url()
     t5ckpt_cli('cp', run_dir, url, '--step', 100)

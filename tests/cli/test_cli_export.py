@@ -24,6 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return root
 
 
+@pytest.mark.slow
 def test_to_hugging_face_and_back(run: pathlib.Path, tmp_path: pathlib.Path):
     text = t5ckpt_cli(
         'convert', 'to-hf', run, tmp_path / 'hf', '--save-dtype', 'bfloat16', '--config', '{"dropout_rate": 0.0}'
@@ -68,6 +69,7 @@ def test_to_one_file_and_back(run: pathlib.Path, tmp_path: pathlib.Path):
     assert not (tmp_path / 'dry').exists()
 
 
+@pytest.mark.slow
 def test_exit_codes(run: pathlib.Path, tmp_path: pathlib.Path):
     out = tmp_path / 'out.safetensors'
     t5ckpt_cli('convert', 'to-safetensors', run, out)

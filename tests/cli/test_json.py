@@ -208,6 +208,7 @@ def scene(original, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::t5ckpt.errors.T5CkptWarning')
 @pytest.mark.parametrize(('verb', 'words', 'code'), CASES, ids=[words for _, words, _ in CASES])
 def test_a_verb_prints_the_keys_of_its_table_and_text_says_what_was_not_done(scene, came, verb, words, code):

@@ -276,6 +276,7 @@ def many_steps(place, count):
             storage.write(name, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['file', 'gs', 's3'])
 def test_what_another_deleter_has_deleted_is_deleted(tmp_path, kind, request, caplog):
     place, count = (tmp_path / 'run', 60) if kind == 'file' else (request.getfixturevalue(kind).url(), 12)
@@ -298,6 +299,7 @@ def test_what_another_deleter_has_deleted_is_deleted(tmp_path, kind, request, ca
     assert left == {f'checkpoint_{count - 1}'}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_prunes_at_once_both_succeed(tmp_path):
     many_steps(tmp_path / 'run', 150)

@@ -86,6 +86,7 @@ def test_every_verb_is_one_of_the_design():
         assert (id(RUN) in kinds) == (name in OF_A_RUN or name in WRITERS), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('verb', [*WITH_A_STEP])
 def test_every_verb_names_steps_in_the_same_way(verb, run, tmp_path, capsys):
     t5ckpt.pin_checkpoint(run / 'checkpoint_100')
@@ -207,6 +208,7 @@ def test_a_step_that_is_not_there_is_answered_with_the_steps(run, capsys):
     assert 'complete steps are: 100, 200. Pass one of them.' in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('answer', ['n', ''])
 @pytest.mark.parametrize('words', [['rm', 'RUN@200', '--pinned'], ['prune', 'RUN', '--keep', '1']])
 def test_no_to_the_question(words, answer, run, tmp_path):
@@ -265,6 +267,7 @@ def in_a_shell(text, **options):
     return subprocess.run(['bash', '-c', text], capture_output=True, text=True, env=ENVIRON, check=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('words', 'stream', 'code'),
     [
@@ -374,6 +377,7 @@ class _Silent(BaseHTTPRequestHandler):
         time.sleep(20)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_time_out_ends_the_wait_for_a_server_that_is_silent():
     server = HTTPServer(('127.0.0.1', 0), _Silent)

@@ -283,6 +283,7 @@ def test_delete(tmp_path):
         assert value_of(tmp_path, 4) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('what', ['manifest', 'facts'])
 def test_a_step_of_a_newer_program_is_not_removed(bucket, tmp_path, what, caplog):
     """Neither on a disk nor in a bucket, by whichever way; retention says so once."""
@@ -354,6 +355,7 @@ def test_delete_waits_for_a_running_save(slow, tmp_path):
         assert ck.all_steps() == [1]
 
 
+@pytest.mark.slow
 def test_delete_in_a_bucket(bucket):
     url = bucket.url()
     with Checkpointer(state(), checkpoints_dir=url) as ck:
@@ -401,6 +403,7 @@ def test_what_is_pinned_or_not_ours_is_not_overwritten(tmp_path):
         assert value_of(tmp_path, 1) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('exchanges', [True, False])
 @pytest.mark.parametrize(
     ('keeps', 'when'),
@@ -597,6 +600,7 @@ def test_a_name_that_another_process_takes_in_the_same_second(tmp_path):
     assert storage.taken is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('exchanges', 'sticky'), [(True, False), (False, True)])
 def test_a_fault_at_every_operation_of_a_replacement(tmp_path, exchanges, sticky):
     """The old step or the new one is there, whole, after the next save at the latest: also where names cannot be swapped."""
@@ -948,6 +952,7 @@ print(len(scans))
 """
 
 
+@pytest.mark.slow
 def test_the_run_is_not_listed_for_each_step_that_a_lower_keep_deletes(tmp_path):
     counts = [
         int(

@@ -97,6 +97,7 @@ delete_step(open_storage(place), 2, time.time)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('call', ['write', 'rename'])
 def test_the_partial_marker_of_a_deleter_that_was_killed_is_collected(call, tmp_path):
@@ -145,6 +146,7 @@ def test_on_an_object_store_clocks_may_not_differ_by_more_than_ten_minutes():
         assert steps_in(run) == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fits', [True, False])
 @pytest.mark.parametrize('ahead', [-(10**8), 10**8])
 def test_on_a_file_system_no_clock_of_a_host_counts(ahead, fits, tmp_path):
@@ -355,6 +357,7 @@ def test_a_step_whose_manifest_cannot_be_read_for_a_moment_is_not_deleted(run, e
     assert steps_in(run) == [1, step]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_killed_process_that_its_parent_does_not_wait_for_has_ended(tmp_path):
     """As in a container whose first process waits for nobody."""
@@ -410,6 +413,7 @@ def test_hostile_markers_stop_no_save(seconds, pid, tmp_path):
     t5ckpt.pin_checkpoint(run.url('checkpoint_1'))
 
 
+@pytest.mark.slow
 def test_a_step_that_a_dead_deleter_has_announced_keeps_no_iterator_from_its_end(run):
     """Of another machine, so that nobody knows that it is dead. The iterator leaves the step out, and ends at its time-out."""
     record = {

@@ -254,6 +254,7 @@ def killed_deleter(run, clock):
         hide(Acting(run, 'delete_unchanged', 'checkpoint', die), STEP, clock)
 
 
+@pytest.mark.slow
 def test_a_reader_waits_for_a_deleter_that_has_not_decided():
     """For as long as its request may arrive. The step is there then, and garbage collection removes the marker."""
     run, clock = new_run(), FakeClock()
@@ -523,6 +524,7 @@ def test_a_marker_of_another_program_is_left_alone(caplog):
     assert has(run, 1.0)
 
 
+@pytest.mark.slow
 def test_a_marker_that_cannot_be_read_keeps_readers_away_until_it_is_due():
     run, clock = new_run(), FakeClock()
     save(run, 1.0, clock)

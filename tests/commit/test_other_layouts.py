@@ -107,6 +107,7 @@ def test_keep_policies_neither_count_nor_delete_them(mixed):
     assert t5ckpt.all_steps(mixed) == [1, 2, 3, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('make', MAKERS)
 def test_rm_deletes_one_by_hand(run_dir, make):
     run_dir.mkdir()

@@ -415,6 +415,7 @@ def operations_of(kind, **options):
     return len(storage.operations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', [FaultyStorage, Applied])
 @pytest.mark.parametrize('sticky', [False, True])
 @pytest.mark.parametrize('iterates', [False, True])

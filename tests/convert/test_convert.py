@@ -84,6 +84,7 @@ def write(kind, folder):
     return folder / 'step_12'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('asked', ['flax', 'jax', 'seqax', 'orbax'])
 @pytest.mark.parametrize('kind', ['cp', 'flax', 'jax', 'orbax', 'seqax', 'zarr'])
 def test_the_error_for_another_format_names_the_verb_that_opens_it(tmp_path, kind, asked):
@@ -184,6 +185,7 @@ def test_orbax_directories_have_their_step(tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:Sharding info not provided')
 def test_orbax_restores_into_the_state(tmp_path):
     """With the tuples, lists and named tuples of optax, and without a target as it restores its own steps."""
@@ -323,6 +325,7 @@ def test_to_orbax_names_a_leaf_of_a_dtype_that_tensorstore_lacks(tmp_path, dtype
     assert [*tmp_path.glob('orbax/*')] == []
 
 
+@pytest.mark.slow
 def test_orbax_is_given_one_array_at_a_time(tmp_path):
     state = {'params': {str(i): np.full((512, 1024), i, np.float32) for i in range(40)}}
     t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=1)
@@ -355,6 +358,7 @@ def test_what_is_there_is_not_replaced_by_orbax_unasked(tmp_path):
         t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', target, ConvertOptions(overwrite=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:Sharding info not provided')
 @pytest.mark.parametrize('is_step', [False, True])
 def test_typed_keys_go_to_orbax_and_back(tmp_path, is_step):
@@ -464,6 +468,7 @@ def test_a_target_that_orbax_would_take_for_a_pattern(tmp_path, name):
         assert_same(checkpointer.restore(tmp_path / name)['step'], TREE['step'], 'step')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['a b', '100%', '%20', 'é', '#1', 'a&b=c', "it's", 'a:b', '$5', 'a$', '~', 'x' * 200])
 def test_targets_with_odd_names(tmp_path, monkeypatch, name):
     state = {

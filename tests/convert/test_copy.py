@@ -58,6 +58,7 @@ def renamed(files):
     return {name: data for key, data in files.items() if (name := without_generation(key)) not in own}
 
 
+@pytest.mark.slow
 def test_between_every_two_storages(gs, s3, tmp_path):
     """The chunks have the same bytes everywhere; a pin stays where it was."""
     first = saved(str(tmp_path / 'run'))
@@ -132,6 +133,7 @@ def test_damage_is_not_copied(tmp_path, how):
     assert t5ckpt.all_steps(tmp_path / 'copy') == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('place', ['file', 'gs', 's3'])
 def test_two_copies_to_one_place(tmp_path, place, request):
     """One wins, the other is told, and what the first wrote stays."""
@@ -155,6 +157,7 @@ def test_two_copies_to_one_place(tmp_path, place, request):
         assert [path.name for path in (tmp_path / 'other').iterdir()] == ['checkpoint_3']
 
 
+@pytest.mark.slow
 def test_a_copy_that_failed_leaves_no_files(bucket, tmp_path):
     source, target = saved(str(tmp_path / 'run')), bucket.url()
     written = itertools.count()
@@ -190,6 +193,7 @@ def test_a_killed_copy_is_removed_by_the_next(tmp_path):
     assert [path.name for path in (tmp_path / 'copy').iterdir()] == ['checkpoint_3']
 
 
+@pytest.mark.slow
 def test_the_verb(tmp_path, bucket):
     source, target = saved(str(tmp_path / 'run')), bucket.url()
     started = time.monotonic()
@@ -221,6 +225,7 @@ def test_overwriting_and_dry_runs(tmp_path):
     assert [path.name for path in (tmp_path / 'copy').iterdir()] == ['checkpoint_3']
 
 
+@pytest.mark.slow
 def test_the_verb_with_changes(tmp_path):
     params = {'w': np.arange(4096, dtype=np.float32).reshape(64, 64)}
     state = {'params': params, 'opt_state': {'ema': {'w': params['w'] + 2}}, 'step': np.int32(0)}
@@ -293,6 +298,7 @@ def test_the_files_of_other_programs_are_not_copied(tmp_path):
     assert renamed(files(str(tmp_path / 'copy'))) == renamed(files(url))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('place', ['file', 'gs'])
 def test_without_facts_every_array_is_copied(tmp_path, place, request):
     """The arrays of T5X's manifest may be in directories that no name shows, also if it has another name."""
@@ -315,6 +321,7 @@ def test_without_facts_every_array_is_copied(tmp_path, place, request):
     assert [*open_storage(target).walk('checkpoint_3')] == []
 
 
+@pytest.mark.slow
 def test_a_copy_replaces_a_step_of_a_bucket_in_one_write(bucket, tmp_path):
     """Nobody finds the step missing, and the files of the old one go."""
     source, target = saved(str(tmp_path / 'run')), bucket.url()
@@ -334,6 +341,7 @@ def test_a_copy_replaces_a_step_of_a_bucket_in_one_write(bucket, tmp_path):
     assert t5ckpt.verify(target, full=True).ok
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_checkpoint_of_t5x_replaces_a_step_of_a_bucket(golden, bucket, tmp_path):
     """Nothing of the old step stays, so that later copies have the new one."""
     source = golden / 'case01_adafactor'
@@ -433,6 +441,7 @@ def test_a_save_that_replaces_a_step_and_is_killed_leaves_no_position_of_it(tmp_
     assert iterator.at == 0
 
 
+@pytest.mark.slow
 def test_positions_are_copied_under_the_names_of_the_copy(bucket, tmp_path):
     """t5ckpt reads those of the copy, and T5X finds them under its own names. Deletion takes both."""
 

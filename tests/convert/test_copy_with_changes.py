@@ -69,6 +69,7 @@ def test_a_copy_is_made_of_links(run, tmp_path):
     assert t5ckpt.verify(tmp_path / 'copy').ok
 
 
+@pytest.mark.slow
 def test_every_golden_checkpoint_is_copied_to_the_bit(golden, tmp_path):
     for number, case in enumerate(cases.CASES):
         rewrite(case.step_dir(golden), tmp_path / str(number), ConvertOptions(step=1))
@@ -309,6 +310,7 @@ def test_a_leaf_below_another(tmp_path):
         rewrite(tmp_path / 'run', tmp_path / 'checkpoint_7')
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded(tmp_path):
     """A file of 64 MB is averaged with itself in slices: far fewer bytes are in flight."""
     big = {'params': {str(i): random_bits(RNG, (1024, 1024), np.int32).view(np.float32) for i in range(16)}}

@@ -65,6 +65,7 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', VARIANTS)
 def test_there_and_back_is_the_same_to_the_bit(tmp_path: pathlib.Path, name: str):
     run = write_t5(tmp_path / 'run', VARIANTS[name])
@@ -79,6 +80,7 @@ def test_there_and_back_is_the_same_to_the_bit(tmp_path: pathlib.Path, name: str
     assert after['state'] == {'step': 7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['t5', 'umt5', 'switch_untied'])
 def test_from_hugging_face_and_back_gives_the_same_files(tmp_path: pathlib.Path, name: str):
     run = write_t5(tmp_path / 'run', VARIANTS[name])
@@ -229,6 +231,7 @@ def test_a_fused_decoder_is_refused_with_its_names(tmp_path: pathlib.Path):
     assert not (tmp_path / 'hf').exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('change', 'error', 'words'),
     [
@@ -278,6 +281,7 @@ def test_experts_where_transformers_would_not_put_them_are_refused(tmp_path: pat
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('config', 'words'),
     [
@@ -390,6 +394,7 @@ def test_doubles_of_the_embedding_are_left_out(tmp_path: pathlib.Path):
     assert same(t5.init(VARIANTS['t5']), t5ckpt.load_t5x_checkpoint(tmp_path / 'back')['target'])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('variant', 'name', 'aliases'),
     [
@@ -461,6 +466,7 @@ def test_the_layout_without_an_export_is_the_one_of_the_public_checkpoints(tmp_p
     assert same(t5.init(VARIANTS['umt5_unscanned']), t5ckpt.load_t5x_checkpoint(tmp_path / 'plain', step=9)['target'])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('break_it', 'error', 'words'),
     [

@@ -124,6 +124,7 @@ def test_steps_that_a_trainer_deletes_meanwhile_are_named(run, tmp_path):
     assert (of(done, 'gone'), of(done)) == ([20], [10, 30])
 
 
+@pytest.mark.slow
 def test_a_conversion_that_was_killed_resumes(tmp_path):
     """SIGKILL in the middle of several steps; the steps are then equal to those of a conversion in one go."""
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics['loss'])
@@ -212,6 +213,7 @@ def test_back_to_a_run_that_orbax_manages(run, tmp_path, caplog):
     assert set(t5ckpt.open_checkpoint(tmp_path / 'one')) == {'params/w', 'opt_state/mu', 'step'}
 
 
+@pytest.mark.slow
 def test_the_verb(run, tmp_path):
     new = tmp_path / 'new'
     would = json.loads(t5ckpt_cli('convert', 'orbax', run, new, '--all', '--dry-run', '--json'))

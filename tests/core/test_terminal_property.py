@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import msgpack
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from support.damage import with_fields
 from support.facts import facts_of, put_facts
@@ -147,6 +148,7 @@ def verbs(at, text, leaf):
     )
 
 
+@pytest.mark.slow
 @hypothesis.settings(FEW, max_examples=2)
 @hypothesis.given(HOSTILE)
 def test_every_verb(text):

@@ -66,6 +66,7 @@ def test_tensorstore(arrays):
         assert np.asarray(found.read().result()).tobytes() == values.tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('version', [pytest.param('installed', marks=needs('zarr', 'zarr-python')), '3'])
 def test_zarr_python(version, arrays, tmp_path):
     """The extra `peers` installs version 2; version 3 is in a directory of its own, and has no bfloat16."""

@@ -112,6 +112,7 @@ def test_names_are_text_and_nothing_is_requested(browser, tmp_path):
     assert browser.console == []
 
 
+@pytest.mark.slow
 def test_the_policy_of_the_page_stops_what_would_be_injected_all_the_same(page):
     page.run('document.body.insertAdjacentHTML("beforeend", "<img src=https://evil.test/x onerror=window.hacked=1>")')
     page.run('document.head.append(Object.assign(document.createElement("script"), {textContent: "window.hacked=2"}))')
@@ -165,6 +166,7 @@ def test_curves_of_event_files_are_drawn_beside_saved_metrics(browser, tmp_path)
     assert browser.run('document.getElementById("timeline").data.filter((each) => each.mode === "lines").length') == 3
 
 
+@pytest.mark.slow
 def test_a_step_without_a_policy_says_that_none_is_recorded(browser, tmp_path):
     for step in (1, 2):
         (tmp_path / 'flax').mkdir(exist_ok=True)
@@ -300,6 +302,7 @@ def test_25_metrics_metadata_and_moments_leave_room_for_what_decides(browser, tm
     assert browser.console == []
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_clicked_can_be_reached_and_has_a_name(page):
     page.run('document.activeElement.blur()')
     seen = set()
@@ -362,6 +365,7 @@ def test_the_heat_map_divides_stacked_layers(browser, tmp_path):
     assert t5ckpt_cli(*shlex.split(told)[1:], code=1).splitlines()[2].split()[:3] == ['params/tower[2]', '1', '1']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('theme', ['light', 'dark'])
 def test_both_themes_can_be_read(page, theme):
     page.theme(theme)
@@ -497,6 +501,7 @@ def test_which_steps(tmp_path, browser):
     assert not (tmp_path / 'other.html').exists()
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_read_is_shown_and_not_compared(tmp_path, browser):
     run = saved(tmp_path / 'run')
     put_facts(tmp_path / 'run' / 'checkpoint_200', b'{' * 40)

@@ -112,6 +112,7 @@ def test_a_histogram_counts_every_finite_value_whatever_their_range(values, tmp_
     assert (np.diff(leaf.edges) > 0).all()
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_blocks_and_not_by_the_array(tmp_path):
     state = {'big': np.ones((64, 2**20), np.float32)}
     with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:

@@ -91,6 +91,7 @@ def assert_restores(run_dir, **options):
         np.testing.assert_array_equal(opened[f'params/{name}'][3:5, 1], np.asarray(leaf)[3:5, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('options', [{}, {'mmap': True}, {'verify': 'full'}], ids=str)
 def test_every_reader(damaged, options):
     """None opens the file, or renames the step."""
@@ -106,6 +107,7 @@ def test_a_mapped_restore(run_dir):
         assert_restores(run_dir, mmap=True)
 
 
+@pytest.mark.slow
 def test_a_verification_names_it_and_its_cure_works(damaged, tmp_path):
     report = t5ckpt.verify(damaged, full=True)
     (damage,) = report.damages

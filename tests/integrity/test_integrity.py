@@ -206,6 +206,7 @@ def test_in_memory():
 CASES = ['case01_adafactor', 'case06_numpy_gzip_chunks', 'case11_dtypes_numpy', 'case14_codecs_written_by_others/blosc']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('case', CASES)
 def test_what_t5x_wrote(golden, tmp_path, case):
     step_dir = copied(golden, tmp_path, case)

@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import t5ckpt
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (ROOT / 'docs' / 'errors.md').read_text(encoding='utf-8')
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date(tmp_path):
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': '', 'COLUMNS': '80'}
     script = [sys.executable, '-W', 'error', str(ROOT / 'docs' / 'make_errors.py'), '--print']

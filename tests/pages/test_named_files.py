@@ -76,6 +76,7 @@ def test_what_a_page_names_exists(page: Path):
     assert missing(page) == []
 
 
+@pytest.mark.slow
 def test_what_docstrings_name_exists():
     assert {str(path.relative_to(ROOT)): names for path in SOURCES if (names := missing(path))} == {}
 

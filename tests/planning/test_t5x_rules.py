@@ -431,6 +431,7 @@ def test_wild_pytree(run_dir):
     assert_same_leaves(step_dir, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('shape', [(16, 8), (512, 128)], ids=['small', 'big'])
 @pytest.mark.parametrize('sharded', [False, True])
 def test_every_dtype(run_dir, shape, sharded):

@@ -107,6 +107,7 @@ def test_small_arrays_are_assigned_whole():
     assert counts == [25] * 4
 
 
+@pytest.mark.slow
 def test_the_simulation_of_many_hosts():
     """The real planner on 16 hosts, every host planned: no byte twice, none missing."""
     sizes = ['--hosts', '16', '--layers', '3', '--tensor', '8', '--width', '1024', '--hidden', '4096', '--all']

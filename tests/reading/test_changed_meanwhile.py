@@ -63,6 +63,7 @@ def test_a_view_of_a_deleted_step(run, what, mmap):
     assert 'older step' not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('what', READS)
 @pytest.mark.parametrize('mmap', [True, False])
 def test_a_view_of_a_step_that_was_saved_anew(run, what, mmap):

@@ -158,6 +158,7 @@ def check(found, values):
         assert_same(found[name], wanted, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('options', [{}, {'mmap': True}, {'verify': 'full'}])
 def test_restore(written, options):
     run, values = written
@@ -206,6 +207,7 @@ def test_slices(written, view, parts):
         assert_same(view[f'target/{name}'][tuple(index)], values[name][tuple(index)], f'{name}{index}')
 
 
+@pytest.mark.slow
 def test_in_a_bucket(written, bucket):
     """Of each dtype and of each codec some."""
     run, values = written

@@ -260,6 +260,7 @@ def test_loaded_arrays_are_writable_and_private(run_dir):
     assert files_of(step_dir) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('chunks', [[512, 256], [64, 256], [512, 64], [100, 100]], ids=str)
 def test_slices_of_a_view_are_copies(run_dir, chunks):
     step_dir = save(run_dir, {'w': W})

@@ -95,6 +95,7 @@ def fetches(bucket):
     )
 
 
+@pytest.mark.slow
 def test_every_chunk_is_fetched_once(bucket, url):
     names = {key.rpartition('/')[2] for key in chunks_of(url)}
     bucket.proxy.clear()
@@ -103,6 +104,7 @@ def test_every_chunk_is_fetched_once(bucket, url):
         assert fetches(bucket) == dict.fromkeys(names, 1), how
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_with_one_fetch_of_a_chunk(bucket, url):
     damaged = chunks_of(url)[2]
     flip(bucket, url, damaged)
@@ -122,6 +124,7 @@ def test_a_flipped_bit_is_found_with_one_fetch_of_a_chunk(bucket, url):
     assert not missed
 
 
+@pytest.mark.slow
 def test_slices_verify_the_chunks_that_they_cover(bucket, url):
     keys = chunks_of(url)
     first, second, third, last = (key.rpartition('/')[2] for key in keys)
@@ -139,6 +142,7 @@ def test_slices_verify_the_chunks_that_they_cover(bucket, url):
     assert_same(w[2 * ROWS :], W[2 * ROWS :])
 
 
+@pytest.mark.slow
 def test_full_verifies_chunks_of_which_a_part_is_wanted(bucket, url):
     keys = chunks_of(url)
     flip(bucket, url, keys[0])
@@ -163,6 +167,7 @@ def test_rows_of_a_large_plain_chunk_are_fetched_alone(bucket):
     assert request.received < large.nbytes / 4
 
 
+@pytest.mark.slow
 def test_quick_compares_nothing(bucket, url, compression):
     keys = chunks_of(url)
     flip(bucket, url, keys[0])
@@ -176,6 +181,7 @@ def test_quick_compares_nothing(bucket, url, compression):
     assert not [request for request in bucket.proxy.clear() if 'integrity.' in request.key]
 
 
+@pytest.mark.slow
 def test_a_copy_that_may_not_read_a_chunk_does_not_call_it_damaged(bucket, url, tmp_path):
     bucket.proxy.choose = lambda kind, key: '403' if kind == 'read' and '.w/0' in key else None
     with pytest.raises(AccessDeniedError, match=r'w/0'):

@@ -457,6 +457,7 @@ for megabytes in range(40, 300, 4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('compression', ['gzip', 'zstd', 'blosc'])
 def test_a_decoder_that_does_not_get_memory_finds_no_damage(tmp_path, compression):
     state = {'w': np.arange(2.0**24, dtype=np.float32)}

@@ -266,6 +266,7 @@ except t5ckpt.errors.FormatError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', BOMBS)
 def test_decoding_ends_at_the_size_of_the_chunk(tmp_path, name):
     data, fields = BOMBS[name]

@@ -39,6 +39,7 @@ REBUILT = {
 OF_OTHERS = itertools.product(('a copy by hand', 'deepcopy'), ('orbax', 'safetensors'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('how', 'layout'), [*((how, 't5x') for how in REBUILT), *OF_OTHERS])
 def test_a_transformation_may_rebuild_the_dicts(tmp_path, how, layout):
     """A stored array is one leaf to every function, and what is known of it (the kind of its keys) stays with it."""

@@ -187,6 +187,7 @@ class Dense(nnx.Module):
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_an_abstract_template_takes_the_mesh_of_the_context(tmp_path, kind):
     mesh = jax.make_mesh((4,), ('x',), axis_types=(kind,), devices=jax.devices()[:4])
@@ -806,6 +807,7 @@ def test_a_new_leaf_is_not_taken_for_a_renamed_one_of_another_shape_or_kind(tmp_
 # --- casts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('dtype', 'lost'),
     [

@@ -235,6 +235,7 @@ def test_from_a_bucket(s3, one_file, shards):
         restore(f'{url}/none.safetensors')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('files', ['one_file', 'shards'])
 def test_a_directory_with_a_model_is_read_on_a_bucket_as_on_a_disk(bucket, request, files):
     url, path = bucket.url(), request.getfixturevalue(files)

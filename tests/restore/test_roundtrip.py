@@ -131,6 +131,7 @@ def roundtrip(tree: Any, **options: Any) -> None:
             assert got.sharding.is_equivalent_to(leaf.goal, got.ndim), str(leaf)
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(tree=st.dictionaries(_KEYS, trees(leaves()), min_size=1, max_size=4))
 def test_any_tree(tree):
@@ -159,6 +160,7 @@ _OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(flat=st.dictionaries(st.sampled_from('abc'), big_leaves(), min_size=1, max_size=3), options=_OPTIONS)
 def test_big_leaves_reshard(flat, options):
@@ -204,6 +206,7 @@ def sliceable(tmp_path_factory):
     return {name: (view[name], array) for name, array in arrays.items()}
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(drawn=st.sampled_from(sorted(_SLICED)).flatmap(lambda key: st.tuples(st.just(key), basic_indices(_SLICED[key]))))
 def test_views_slice_like_numpy(sliceable, drawn):
@@ -229,6 +232,7 @@ def test_views_refuse_what_numpy_refuses(sliceable, index):
 # ---- the makers of states ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('make', 'step'),
     [(states.flax_state, None), (states.nnx_state, 3), (states.wild_tree, 0), (states.dtype_tree, 12)],
@@ -256,6 +260,7 @@ def test_flax_train_state_keeps_its_functions(run_dir):
     states.assert_same_tree(nxt, state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params)))
 
 
+@pytest.mark.slow
 def test_nnx_state_updates_a_module(run_dir):
     from flax import nnx
 
@@ -283,6 +288,7 @@ GUARDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('is_global', [False, True])
 def test_a_guard_against_implicit_transfers_does_not_stop_a_save_or_a_restore(run_dir, is_global):
     mesh = jax.make_mesh((8,), ('d',), axis_types=(jax.sharding.AxisType.Auto,))
@@ -693,6 +699,7 @@ _ODD_VALUES = {
 _REFUSED = frozenset({'int1', 'wide', 'bytes', 'texts', 'date', 'record', 'objects', 'rank'})
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(key=st.text(max_size=4), what=st.sampled_from(sorted(_ODD_VALUES)), inline_bytes=st.sampled_from([0, 1024]))
 def test_a_leaf_comes_back_to_the_bit_or_is_refused_by_name(key, what, inline_bytes):

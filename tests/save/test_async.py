@@ -185,6 +185,7 @@ def run_python(code, cwd):
     )
 
 
+@pytest.mark.slow
 def test_interpreter_exit_waits_for_a_pending_save(tmp_path):
     done = run_python(
         """
@@ -198,6 +199,7 @@ def test_interpreter_exit_waits_for_a_pending_save(tmp_path):
     assert t5ckpt.all_steps(tmp_path / 'run') == [7]
 
 
+@pytest.mark.slow
 def test_interpreter_exit_says_what_was_lost(tmp_path):
     (tmp_path / 'run').write_text('in the way')
     done = run_python(
@@ -309,6 +311,7 @@ INTERRUPTED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('where', 'steps'), [('save', []), ('feed', []), ('result', [1])])
 def test_an_interrupt(tmp_path, where, steps):
     """Ctrl-C ends a blocking save, and leaves an asynchronous one alone; the caller is back at once, and nothing hangs."""
@@ -358,6 +361,7 @@ def save_interrupted(save, number, error, then=None):
     return bool(came)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('error', [KeyboardInterrupt, GivenUpError])
 @pytest.mark.parametrize('method', ['save', 'save_async'])
 def test_an_interrupt_at_every_line(tmp_path, method, error):
@@ -437,6 +441,7 @@ def at_most(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', ['save', 'save_async'])
 @pytest.mark.parametrize('then', range(5))
 def test_two_interrupts(changing, method, then):
@@ -486,6 +491,7 @@ def twice_interrupted(save, after, then, change):
         gc.enable()
 
 
+@pytest.mark.slow
 def test_two_signals(changing):
     """As above, with real signals, microseconds apart."""
     owner, ck = changing
@@ -565,6 +571,7 @@ def test_a_signal_handler_waits_while_a_blocking_save_starts():
     assert ck.all_steps() == list(range(step + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'last',
     [
@@ -598,6 +605,7 @@ def test_a_save_while_the_interpreter_ends(tmp_path, last):
     assert t5ckpt.all_steps(tmp_path / 'run') == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_first_save_while_the_interpreter_ends_needs_no_import_of_jax(tmp_path):
     """JAX 0.11 with filelock 3.32 cannot be imported by then, on Python 3.12."""
     done = run_python(
@@ -619,6 +627,7 @@ def test_the_first_save_while_the_interpreter_ends_needs_no_import_of_jax(tmp_pa
     assert done.stdout == '1\n', done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('before', ['t5ckpt.Checkpointer(state, checkpoints_dir="other").save(state, step=1)', ''])
 def test_a_background_save_that_begins_while_the_interpreter_ends(tmp_path, before):
     """In a function that was registered before t5ckpt's own, or where t5ckpt has not registered any."""
@@ -728,6 +737,7 @@ def test_progress_that_fails_ends_the_save(tmp_path, method, direct_bytes):
     )
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_wait_for_its_parents_save(tmp_path):
     done = run_python(
         """
@@ -854,6 +864,7 @@ FORKED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('where', ['run', 'memory://forked/run'])
 def test_a_process_forked_after_a_save_works(tmp_path, where):
@@ -885,6 +896,7 @@ atexit.register(last)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_restores_copies_and_checks_at_the_end_of_the_interpreter(tmp_path):
     """Their threads take work while ``concurrent.futures`` does not anymore."""

@@ -208,6 +208,7 @@ def test_time_policies_try_again_after_a_failure(tmp_path):
         assert ck.maybe_save(4, state()).result().step == 4
 
 
+@pytest.mark.slow
 def test_sigterm_saves_one_step_and_stops(tmp_path):
     """A real process, a real signal, in the middle of a loop; and the handler that was there before is called, too."""
     code = textwrap.dedent(

@@ -74,6 +74,7 @@ def test_opting_out(tmp_path):
     assert inode(tmp_path, 0, 'head/0') != inode(tmp_path, 1, 'head/0')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('damage', ['gone', 'truncated', 'flipped', 'symbolic link', 'zarray', 'directory gone'])
 def test_a_damaged_previous_checkpoint_is_written_anew(tmp_path, damage):
     state = state_of(5)
@@ -143,6 +144,7 @@ def test_auto_compresses_what_pays():
     assert all(np.array_equal(loaded[name], state[name]) for name in state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('shape', [(1, 1, 4096, 256), (3, 5, 7), (10**6,), (1, 10**6), (0, 4), ()])
 @pytest.mark.parametrize('limit', [10, 4096, 2**30])
 @pytest.mark.parametrize('library', [np, jnp])

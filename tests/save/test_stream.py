@@ -158,6 +158,7 @@ def test_a_source_of_another_shape(tmp_path):
             write_stream({('target', 'w'): leaf}, request_for(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('kind', 'overwrite'), [('file', False), ('file', True), ('memory', False)])
 def test_a_fault_at_every_operation(tmp_path, kind, overwrite):
     """Whatever fails: the checkpoint that was there is there, or the new one is, and the next write works."""
@@ -208,6 +209,7 @@ write_stream(table, request_for({place!r}, source={{'of': 'z'}}, budget_bytes=1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('stop', [signal.SIGKILL, signal.SIGINT])
 def test_a_write_that_was_stopped_is_not_visible(tmp_path, stop):
     """An interrupt removes what was written; after a kill, the next write does."""

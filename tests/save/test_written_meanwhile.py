@@ -111,6 +111,7 @@ def save_both_ways(ck, state, buffers, steps, **options):
     return taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('compression', [None, 'lz4', 'gzip'])
 @pytest.mark.parametrize('concurrent_gb', [128, 0.0001])
 def test_every_step_restores_and_verifies(place, compression, concurrent_gb):
@@ -134,6 +135,7 @@ def test_every_step_restores_and_verifies(place, compression, concurrent_gb):
             assert not restored['still'].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('options', [{'save_dtype': 'bfloat16', 'cast_leaves': '.*'}, {'reuse_unchanged': False}])
 def test_with_a_cast_and_without_reuse(place, options):
     buffers = {'numpy': buffer_of(), 'aliased': buffer_of()}

@@ -59,6 +59,7 @@ def test_a_campaign_counts_what_it_ran():
     json.dumps(found.faults)
 
 
+@pytest.mark.slow
 def test_scenarios_are_reported_one_by_one():
     """Each as soon as all workers have it, in the order in which they were asked for."""
     told = explore(['remove', 'prune-faults', 'save'], range(40), workers=2)
@@ -73,6 +74,7 @@ def test_a_worker_that_fails_is_an_error():
         simulate(['save', 'none'], range(2), workers=1)
 
 
+@pytest.mark.slow
 def test_a_report_is_continued(tmp_path):
     """Two parts count as one: other seeds, and each state once."""
     for expected in (30, 60):

@@ -287,6 +287,7 @@ CLOSED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('when', ['early', 'late'])
 def test_no_file_gets_the_descriptors_of_closed_standard_streams(tmp_path, monkeypatch, when):
     """Whatever C code writes to standard error would be in a chunk."""

@@ -196,6 +196,7 @@ def test_a_fault_at_each_kind_of_request(bucket, operation, faults, tmp_path):
         case.hit(fault, number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('bucket', ['gs', 's3'], indirect=True)
 @pytest.mark.parametrize('refused', ['401', '404', '412'])
 def test_a_listing_of_which_a_page_is_refused(bucket, refused):

@@ -79,6 +79,7 @@ def keys(url):
     return {key for key, _ in open_storage(url).walk('checkpoint_5')}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('ending', ['w/0.0', 'w/.zarray', '.json', 'integrity.0.json', 'checkpoint_5/checkpoint'])
 @pytest.mark.parametrize('kind', ['write', 'delete'])
 def test_a_late_request_of_an_earlier_save(bucket, kind, ending):
@@ -93,6 +94,7 @@ def test_a_late_request_of_an_earlier_save(bucket, kind, ending):
     assert is_whole(url, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('answer', ['501', '400'])
 def test_a_late_deletion_of_the_manifest_without_a_condition_hides_the_step(s3, answer):
     """On a server that refuses the condition. Nothing else is lost, and the next save of the step writes it anew."""
@@ -170,6 +172,7 @@ def heal(bucket):
     bucket.proxy.choose = lambda kind, key: None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('ending', ['w/0.0', 'w/.zarray', 'integrity.0.json', '.json', 'checkpoint_5/checkpoint'])
 def test_a_late_write_of_a_save_that_failed(bucket, ending):
     """What it leaves is removed two horizons later. A late manifest finds its files, so the step is whole."""
@@ -199,6 +202,7 @@ def markers(url):
     return [key for key, _ in open_storage(url).walk('.t5ckpt') if '/busy/' in key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('after', [(), ('read', 'head')])
 def test_a_late_deletion_of_a_step_that_could_not_be_deleted(bucket, after):
     """The step is deleted then, with all of its files. The error says so."""

@@ -193,6 +193,7 @@ with t5ckpt.Checkpointer(state, checkpoints_dir=sys.argv[1], progress=stop, opti
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_saver_that_is_stopped_for_hours_goes_on(tmp_path):
     """Other savers leave its directory alone, whatever the clock says, since its process is there."""

@@ -122,6 +122,7 @@ def test_every_kind_of_leaf(bucket, compression):
     assert np.array_equal(back['params']['w'], mixed_state(3)['params']['w'])
 
 
+@pytest.mark.slow
 def test_saves_are_compressed_by_default(bucket):
     """Also on a bucket, what T5X and other readers of zarr read; ``compression=None`` writes plain chunks."""
     url = bucket.url()
@@ -279,6 +280,7 @@ def test_a_save_writes_each_byte_once(bucket):
     assert written[-1].key.endswith('checkpoint_1/checkpoint')
 
 
+@pytest.mark.slow
 def test_a_listing_asks_for_manifests_not_for_chunks(bucket):
     url = bucket.url()
     tree = {f'leaf{i}': np.full(300, i, np.float32) for i in range(50)}
@@ -295,6 +297,7 @@ def test_a_listing_asks_for_manifests_not_for_chunks(bucket):
     assert sum(counts(bucket).values()) == 2
 
 
+@pytest.mark.slow
 def test_more_names_than_one_page_of_a_listing(bucket):
     """1,100 directories without a manifest, and names that a listing encodes, around two steps."""
     url = bucket.url()
@@ -328,6 +331,7 @@ def test_a_listing_without_botocore_lists_all_keys(s3, monkeypatch):
     assert storage.names('', '') == ['checkpoint_1', 'checkpoint_2']
 
 
+@pytest.mark.slow
 def test_retention_never_deletes_a_step_of_orbax_that_begins_like_one_of_t5x(bucket, caplog):
     url = bucket.url()
     state_dict = {'target': {'w': 'PLACEHOLDER://target.w'}}
@@ -340,6 +344,7 @@ def test_retention_never_deletes_a_step_of_orbax_that_begins_like_one_of_t5x(buc
     assert 4 in t5ckpt.all_steps(url)
 
 
+@pytest.mark.slow
 def test_steps_that_others_add_and_take_away(bucket):
     url = bucket.url()
     with checkpointer(url) as ck:
@@ -411,6 +416,7 @@ def test_a_range_beyond_the_end_of_an_object_reads_no_more_than_the_rest(bucket)
     ]
 
 
+@pytest.mark.slow
 def test_google_without_credentials_is_anonymous(gs, tmp_path):
     url = gs.url()
     checkpointer(url).save(at(1))
@@ -447,6 +453,7 @@ def test_a_refused_request_names_bucket_key_and_status(bucket):
     assert t5ckpt.all_steps(url) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('kinds', 'action', 'attempt'),
     [
@@ -464,6 +471,7 @@ def test_a_refused_request_names_what_the_credentials_must_permit(bucket, kinds,
         attempt(url)
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_ends_the_wait_in_time(bucket):
     url = bucket.url()
     checkpointer(url).save(at(1))
@@ -483,6 +491,7 @@ def test_absent_chunks_of_an_array_with_a_fill_value(bucket, tmp_path):
     assert view['target/w'][2:6].tobytes() == values[2:6].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('compression', [None, 'zstd'])
 def test_a_flipped_bit_is_found_at_one_request_a_chunk(bucket, compression):
     """By restores, loads and slices of half a chunk; without a comparison no list is read."""
@@ -541,6 +550,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.slow
 def test_the_requests_of_a_save_and_a_restore(bucket):
     """By kind. The page has the same numbers, so whoever changes one changes both."""
     tree = {'w': np.arange(2**16, dtype=np.float32).reshape(256, 256), 'step': 1}
@@ -579,6 +589,7 @@ def test_a_checkpoint_of_others_survives_a_save_of_its_step(bucket):
     assert bucket.raw(f'{url}/checkpoint_1/_METADATA') == b'{}'
 
 
+@pytest.mark.slow
 def test_retention_asks_whether_the_steps_that_stay_are_there(bucket):
     """Another tool may remove a checkpoint, also while the next save is under way."""
     url = bucket.url()

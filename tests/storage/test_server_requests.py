@@ -43,6 +43,7 @@ def is_state(url, step):
     return all(np.array_equal(found[name], value) for name, value in state(step).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('compression', ['default', None, 'zstd'])
 def test_a_second_save_sends_less_than_a_twentieth(bucket, compression):
     """And a third one, whose source is a copy. Each checkpoint has its files, and stays when the others are deleted."""
@@ -112,6 +113,7 @@ def test_what_was_replaced_or_removed_is_uploaded(bucket):
     assert is_state(url, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fault', ['501', '403', '400', 'empty', 'html', 'InternalError', '412', '404'])
 def test_a_copy_that_fails_is_an_upload(bucket, fault):
     url = bucket.url()
@@ -125,6 +127,7 @@ def test_a_copy_that_fails_is_an_upload(bucket, fault):
         assert is_state(url, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fault', ['SlowDown', 'lost', 'dropped', 'truncated'])
 def test_a_copy_is_tried_again(bucket, fault):
     """A throttling server slows the save down; a copy whose reply was lost is made twice."""
@@ -146,6 +149,7 @@ def test_a_copy_is_tried_again(bucket, fault):
     assert is_state(url, 1)
 
 
+@pytest.mark.slow
 def test_copies_are_sent_again_some_time_after_the_server_has_failed_them(bucket):
     """An outage does not end them for the rest of a training."""
     url = bucket.url()
@@ -166,6 +170,7 @@ def test_copies_are_sent_again_some_time_after_the_server_has_failed_them(bucket
     assert is_state(url, step)
 
 
+@pytest.mark.slow
 def test_other_values_of_the_same_shape_are_uploaded(bucket):
     url = bucket.url()
     with checkpointer(url, compression=None) as ck:
@@ -191,6 +196,7 @@ def test_without_reuse_everything_is_uploaded(bucket):
 # --- deletions ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_request_deletes_a_thousand_keys(s3):
     url = s3.url()
     storage = open_storage(url)
@@ -277,6 +283,7 @@ def test_a_deletion_that_is_refused_keeps_its_condition(s3):
     assert t5ckpt.all_steps(url) == []
 
 
+@pytest.mark.slow
 def test_credentials_that_expire_for_a_while_turn_nothing_off(s3):
     """S3 answers with 400. Copies, conditions and deletions of many keys are sent again with the new credentials."""
     url = s3.url()
@@ -382,6 +389,7 @@ def test_keys_of_a_profile_sign_and_no_keys_do_not(s3, monkeypatch, tmp_path):
     assert not open_storage(s3.url(), {'profile': 'none'}).copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('line', ['s3 =\n  use_accelerate_endpoint = true', 'defaults_mode = bogus'])
 def test_the_profile_does_not_say_how_requests_are_sent(s3, tmp_path, monkeypatch, line):
     """Each of them was repeated as in an outage, and no step was deleted."""
@@ -478,6 +486,7 @@ assert t5ckpt.all_steps(sys.argv[1]) == [1, 2, 3]
 """
 
 
+@pytest.mark.slow
 def test_without_botocore_no_manifest_is_deleted(s3):
     """TensorStore deletes without a condition, which may hide a step that was saved again. All else works."""
     url = s3.url()

@@ -175,6 +175,7 @@ PATHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('below', 'given'), [('', 'läufe/run'), ('', b'l\xc3\xa4ufe/run'), ('läufe', 'run')])
 def test_a_locale_that_has_no_such_names(tmp_path, below, given):
     (tmp_path / 'läufe').mkdir()
@@ -229,6 +230,7 @@ def test_a_name_that_no_bucket_can_have(url):
         t5ckpt.all_steps(url)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('server', ['http://127.0.0.1:abc', 'http://127.0.0.1:99999', 'http://[::1'])
 @pytest.mark.parametrize(
     ('url', 'variable'), [('az://box/run', 'AZURE_STORAGE_ENDPOINT'), ('s3://box/run', 'AWS_ENDPOINT_URL')]

@@ -146,6 +146,7 @@ def test_a_kind_of_request_fails_from_some_time_on(bucket, fault):
             leaves_nothing_behind(url, clock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fault', ['dropped', 'lost', '500', '403', '412', 'lost and 403'])
 def test_the_manifest_is_not_written_or_its_reply_is_lost(bucket, fault):
     """Nothing is assumed: it is read again, or its arrays stay, for the case that it is there or arrives."""
@@ -246,6 +247,7 @@ def test_the_files_of_another_machine_that_saves_a_step_stay(bucket):
     check(url, must=(1, 2, 5))
 
 
+@pytest.mark.slow
 def test_a_silent_server_is_given_up(bucket):
     """One that accepts connections and says nothing, and one that does not even accept them."""
     for backlog in (64, 0):
@@ -266,6 +268,7 @@ def test_a_silent_server_is_given_up(bucket):
                 one.close()
 
 
+@pytest.mark.slow
 def test_the_first_save_after_an_outage_is_committed(bucket):
     """A server that was silent is asked again by every operation, the first one after its return included."""
     url, over = bucket.url(), threading.Event()
@@ -297,6 +300,7 @@ def test_a_server_that_fails_each_request_is_not_called_silent(bucket):
             storage.entries()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fault', ['429', 'SlowDown', 'html 500'])
 def test_a_server_that_throttles_for_half_of_the_time_delays_a_save(bucket, fault):
     url, until = bucket.url(), time.monotonic() + 1.5
@@ -307,6 +311,7 @@ def test_a_server_that_throttles_for_half_of_the_time_delays_a_save(bucket, faul
     check(url, must=(1,))
 
 
+@pytest.mark.slow
 def test_a_server_with_a_limit_of_requests_a_second_delays_a_save(bucket):
     """Of all requests in flight, those above the limit are refused; the save takes longer and loses nothing."""
     url, guard, recent, refused = bucket.url(), threading.Lock(), [], []
@@ -349,6 +354,7 @@ def test_a_server_that_answers_a_write_late_gets_it_once(bucket):
     assert [request.kind for request in bucket.proxy.clear()].count('write') == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('status', ['400', '501'])
 def test_an_answer_that_says_nothing_of_a_key_is_the_storage_s_error(bucket, status):
     """Neither a raw error nor a damaged checkpoint, whether a manifest, a chunk or a listing is asked for."""

@@ -42,6 +42,7 @@ with t5ckpt.Checkpointer(state(0), None, run, local=t5ckpt.LocalTier(local), opt
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('uploaded', 'how', 'expected'),
     [
@@ -60,6 +61,7 @@ def test_a_bad_sector_is_a_damaged_file(tmp_path, uploaded, how, expected):
     assert np.array_equal(found['w'], np.full((64, 96), 1, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('error', [errno.EMFILE, errno.ESTALE])
 def test_an_error_that_is_not_of_the_disk_is_raised(tmp_path, error):
     """No older step is restored, and the next start restores this one."""

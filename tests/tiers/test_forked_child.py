@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from support import forked
 
 import t5ckpt
@@ -117,6 +118,7 @@ os.waitpid(child, 0)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_that_alone_uses_a_checkpointer_waits_for_its_uploads(tmp_path):
     done = forked.run(_IN_CHILD, tmp_path / 'run', tmp_path / 'local')
     assert done.stdout, done.stderr

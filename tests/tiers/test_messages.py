@@ -99,6 +99,7 @@ def save_while_the_bucket_is_away(gs, local, steps, **options):
     return run
 
 
+@pytest.mark.slow
 def test_waiting_steps_are_logged_once(gs, local, caplog):
     """Each of them waits while the others are uploaded, or the bucket is away."""
     save_while_the_bucket_is_away(gs, local, (1, 2, 3, 4), overwrite=True)
@@ -189,6 +190,7 @@ def test_the_repr_of_a_checkpointer_never_raises(gs, tmp_path, local):
     assert repr(away).endswith('latest_step=<StorageError>)')
 
 
+@pytest.mark.slow
 def test_several_steps_are_plural(gs, local, caplog):
     run, options = gs.url(), {'storage_options': {'retry_seconds': 1.0}}
     gs.proxy.choose = lambda kind, key: '503'

@@ -72,6 +72,7 @@ class Held:
             self.released.wait(60)
 
 
+@pytest.mark.slow
 def test_saves_go_on_while_an_upload_is_slow(bucket, local):
     run = bucket.url()
     held = Held(bucket, lambda kind, key: 'checkpoint_1' in key and kind == 'write')
@@ -116,6 +117,7 @@ def test_a_killed_upload_to_a_bucket_is_finished_by_the_next_start(bucket, local
     assert os.listdir(local / '.t5ckpt/to_persist') == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_of_close(gs, local):
     run = gs.url()
     held = Held(gs, lambda kind, key: 'checkpoint_1' in key and kind == 'write')
@@ -155,6 +157,7 @@ def test_ctrl_c_ends_the_wait_of_close(gs, local):
     assert t5ckpt.all_steps(run) == [1]
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_close_ends_while_the_bucket_is_away(gs, local):
     run = gs.url()
     gs.proxy.choose = lambda kind, key: '503'

@@ -936,6 +936,7 @@ def test_a_path_in_place_of_a_local_tier_says_what_to_write(run_dir, local):
         t5ckpt.Checkpointer(state(0), None, run_dir, local=local)
 
 
+@pytest.mark.slow
 def test_without_a_local_directory_there_is_nothing_of_tiers(run_dir):
     """No module, thread, file, log line or warning. tests/storage/test_object_stores.py has the requests of such a save."""
     program = f"""
@@ -1035,6 +1036,7 @@ def test_a_disk_that_cannot_be_inspected_keeps_its_lock(tmp_path):
     assert not lock.is_current()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('ends', ['closed', 'killed'])
 def test_a_forked_process_does_not_keep_the_directory(run_dir, local, ends):
     """As a worker of a data loader, which may live longer than its parent."""

@@ -172,6 +172,7 @@ def test_tier_of_another_run_is_an_error(run, local, verb):
     assert t5ckpt.all_steps(run) == [1, 4]
 
 
+@pytest.mark.slow
 def test_the_run_is_a_bucket(bucket, tmp_path):
     run, local = bucket.url(), tmp_path / 'local'
     with t5ckpt.Checkpointer(

@@ -70,6 +70,7 @@ with Watchdog(0.2) as watchdog:
     assert 'in library_hangs' in done.stderr
 
 
+@pytest.mark.slow
 def test_steps_in_time_show_nothing():
     done = run("""
 import time
@@ -367,6 +368,7 @@ def test_the_helpers_load_no_jax():
     assert not {'jax', 'tensorboardX', 'tensorflow'} & set(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_a_writer_of_metrics_while_another_thread_imports_jax(tmp_path):
     """Until the import is done, ``sys.modules`` has a module that lacks most of its names."""
     done = run(

@@ -565,6 +565,7 @@ def test_specs_that_are_not_what_t5x_writes(saved, edit, kind, says):
         assert_says(error, 'target/decoder/w', says)
 
 
+@pytest.mark.slow
 def test_damaged_manifests_raise_nothing_but_format_errors(golden, tmp_path):
     """Bytes flipped, dropped and put in, wherever; also those that still decode must not be followed out of there."""
     rng = random.Random(0)
@@ -986,6 +987,7 @@ def test_a_leaf_that_fails_while_it_is_written(saved):
     assert_unchanged(saved, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('said', 'shape'),
     [

@@ -53,6 +53,7 @@ PROGRAM = """
 CLOSED = '0<&- 1>&- 2>&-'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('when', 'how', 'direct_bytes'),
     [

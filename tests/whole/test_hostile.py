@@ -261,6 +261,7 @@ def test_a_planted_link_does_not_lead_a_write_away(tmp_path):
 # ---- fuzzing: the short run; `make fuzz` is the long one ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('target', targets.TARGETS)
 def test_the_corpus_and_a_short_fuzz(target):
     runs = {'checkpoint': 200, 'orbax': 200, 'events': 1000, 'tf_index': 1000, 'flax_file': 1000}.get(target, 3000)
@@ -299,6 +300,7 @@ FIELDS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(fields=FIELDS)
 def test_specs_of_any_json(fields):

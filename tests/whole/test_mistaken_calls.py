@@ -196,6 +196,7 @@ def test_a_large_value_is_cut_in_the_text(run, call, value):
     assert 'ambiguous' not in text, text
 
 
+@pytest.mark.slow
 def test_a_long_name_of_a_leaf_is_cut(run):
     with pytest.raises(KeyError, match='1,000,000 characters: no such leaf') as caught:
         t5ckpt.open_checkpoint(run)[LONG]

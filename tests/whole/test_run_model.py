@@ -364,6 +364,7 @@ class InMemory(RunMachine):
         return f'memory://{uuid.uuid4().hex}/run'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('machine', [OnDisk, InMemory])
 def test_a_run_has_what_its_dictionary_has(machine):
     settings = hypothesis.settings(max_examples=15, stateful_step_count=25)

@@ -445,7 +445,7 @@ import pathlib, resource, sys
 import t5ckpt
 leaf = t5ckpt.open_checkpoint(sys.argv[1])['w']
 leaf[:10]
-for megabytes in range(40, 300, 4):
+for megabytes in range(40, 300, 16):
     pages = int(pathlib.Path('/proc/self/statm').read_text().split()[0])
     limit = pages * resource.getpagesize() + megabytes * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))

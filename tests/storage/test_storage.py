@@ -239,10 +239,10 @@ def test_an_address_of_a_server_that_is_none(url, variable, server, monkeypatch)
     """Found without the waits for a server."""
     monkeypatch.setenv('AZURE_STORAGE_CONNECTION_STRING', '')
     with pytest.raises((ValueError, errors.StorageError), match=rf'{url}: .*(Port|IPv6).*(endpoint|https://)'):
-        t5ckpt.all_steps(url, storage_options={'endpoint': server, 'retry_seconds': 20})
+        t5ckpt.all_steps(url, storage_options={'endpoint': server, 'retry_seconds': 1})
     monkeypatch.setenv(variable, server)
     with pytest.raises((ValueError, errors.StorageError), match=f'{url}: .*(Port|IPv6)'):
-        t5ckpt.all_steps(url, storage_options={'retry_seconds': 20})
+        t5ckpt.all_steps(url, storage_options={'retry_seconds': 1})
 
 
 def test_an_error_of_the_system_says_it_once(tmp_path):

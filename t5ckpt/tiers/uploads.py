@@ -127,8 +127,8 @@ class Uploads:
         self._error: Exception | None = None
         # The step that the disk could not read in the latest attempt, or -1.
         self._unreadable = -1
-        # The last error of a read of the disk: the run's storage may fail with the same one.
-        self._read_error: Exception | None = None
+        # The errors of reads of the disk in the latest attempt, one of each thread: the run's storage may fail with equal ones.
+        self._read_errors: list[Exception] = []
         # The steps of the run, as its storage has last answered; None before.
         self._of_run: Collection[int] | None = None
         self.has_started = self._is_running = self._is_stopped = False
@@ -341,6 +341,7 @@ class Uploads:
     def _attempt(self, at: CoordinationRound, step: int) -> Exception | None:
         """Uploads a step; returns why it has not."""
         started = time.monotonic()
+        self._read_errors.clear()
         try:
             nbytes = self._upload(at, step)
         except (CoordinationError, ProcessMissingError):
@@ -348,7 +349,7 @@ class Uploads:
         except (_NotUploadableError, _StoppedError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - repeated, and raised by wait
-            self._unreadable = step if error is self._read_error and is_disk_error(error) else -1
+            self._unreadable = step if error in self._read_errors and is_disk_error(error) else -1
             if self._error is None and not self._follows:
                 text = 't5ckpt: the upload of step %d to %s failed, and is repeated until it succeeds; saves go on: %s'
                 trace = None if isinstance(error, T5CkptError) else error
@@ -462,7 +463,7 @@ class Uploads:
             yield
         except (FormatError, CheckpointNotFoundError, StorageError) as error:
             if isinstance(error, StorageError) and not (is_disk_error(error) and self._unreadable == step):
-                self._read_error = error
+                self._read_errors.append(error)
                 raise
             raise _NotUploadableError(f'{self._local.url(step_dir(step))} cannot be read: {error}') from error
 

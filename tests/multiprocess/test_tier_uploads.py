@@ -1,6 +1,7 @@
 """The ends of uploads in jobs of two processes: overwrites, failures of process 0, close, and a job of one process in between."""
 
 import shutil
+import time
 
 import pytest
 from job import Job
@@ -153,10 +154,13 @@ def test_a_wait_before_the_first_restore_says_that_the_step_waits(job, place):
 
 @pytest.mark.parametrize('process', [0, 1])
 def test_a_step_whose_local_file_cannot_be_read_is_dropped(job, place, process):
+    """By the second attempt, a second after the first one, also where several files cannot be read."""
     place.begin(job, local_hook=[process, 'read', 'checkpoint_1/target.', 'eio'], persist=[1])
     job.run('tiers_save', 1)
+    deadline = time.monotonic() + 30
     answers = job.run('tiers_wait', 1, timeout=60)
     while any('The upload is repeated' in str(text) for text in answers):
+        assert time.monotonic() < deadline
         answers = job.run('tiers_wait', 1, timeout=60)
     assert all('step 1 was not uploaded' in str(text) and 'cannot be read' in str(text) for text in answers), answers
     job.run('tiers_save', 2)

@@ -7,8 +7,8 @@ import pytest
 from simulation.campaign import simulate
 from simulation.scenarios import SCENARIOS
 
-# 20,000 in all; `make soak` sets a million.
-SCHEDULES = int(os.environ.get('T5CKPT_SCHEDULES', '20000'))
+# 10,000 in all; `make soak` sets a million.
+SCHEDULES = int(os.environ.get('T5CKPT_SCHEDULES', '10000'))
 
 ONE_SWITCH = (
     *('save', 'prune', 'remove', 'remove-twice', 'keep', 'overwrite', 'again', 'strip', 'far-clocks'),

@@ -219,7 +219,20 @@ def test_a_listing_of_which_a_page_is_refused(bucket, refused):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('operation', [*WRITING, *READING], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    ('bucket', 'operation'),
+    [
+        *itertools.product(('gs', 's3'), (save, load)),
+        ('az', save),
+        *zip(
+            itertools.cycle(('s3', 'gs')),
+            [each for each in (*WRITING, *READING) if each not in (save, load)],
+            strict=False,
+        ),
+    ],
+    indirect=['bucket'],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
 def test_every_fault_at_each_kind_of_request(bucket, operation, tmp_path):
     """All faults for one operation of each kind; the others share their code, and meet the common ones."""
     case = Case(bucket, operation, tmp_path)

@@ -7,7 +7,6 @@ Sources may be in the format of T5X, Orbax or Flax; the copy is in T5X's.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves, verified_reader
-from t5ckpt.storage import PathOrStorage, Storage
+from t5ckpt.storage import PathOrStorage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 _PARAMETERS = f'({"|".join(PARAMETER_ROOTS)})(/.*)?'
@@ -79,7 +78,7 @@ def copy_checkpoint(
       StorageError: one of the storages failed. Nothing became visible.
     """
     check_options(options, COPY)
-    several = [source] if isinstance(source, (str, os.PathLike, Storage)) else list(source)
+    several = list(source) if isinstance(source, (list, tuple)) else [source]
     if not several:
         raise ValueError('no checkpoint to copy: pass at least one.')
     if options.parameters is not None and options.ema is None and len(several) == 1:

@@ -7,6 +7,7 @@ Sources may be in the format of T5X, Orbax or Flax; the copy is in T5X's.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from t5ckpt.catalog.locate import locate, with_links
 from t5ckpt.convert.options import COPY, ConvertOptions, ConvertReport, check_options
 from t5ckpt.convert.source import Source, carried_facts, stamp_of, write_source
+from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of
 from t5ckpt.core.text import lines, listed
@@ -24,20 +26,22 @@ from t5ckpt.errors import (
     CorruptCheckpointError,
     LeafProblem,
     MissingLeaves,
+    NoEffectWarning,
     TreeMismatchError,
     mismatch_error,
     near_names,
 )
+from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import kind
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
-from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX, is_position, removal_marks, without_generation
+from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX, foreign_keys, is_position, removal_marks, without_generation
 from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves, verified_reader
-from t5ckpt.storage import PathOrStorage
+from t5ckpt.storage import PathOrStorage, Storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 
 _PARAMETERS = f'({"|".join(PARAMETER_ROOTS)})(/.*)?'
@@ -78,7 +82,7 @@ def copy_checkpoint(
       StorageError: one of the storages failed. Nothing became visible.
     """
     check_options(options, COPY)
-    several = list(source) if isinstance(source, (list, tuple)) else [source]
+    several = [source] if isinstance(source, (str, bytes, os.PathLike, Storage)) else list(source)
     if not several:
         raise ValueError('no checkpoint to copy: pass at least one.')
     if options.parameters is not None and options.ema is None and len(several) == 1:
@@ -88,7 +92,9 @@ def copy_checkpoint(
         )
     contents = [read_contents(with_links(locate(each), options.follow_links)) for each in several]
     last = contents[-1]
-    readers = [verified_reader(each, trusts_files=options.trust_files) for each in contents]
+    readers, are_trusted = zip(*(_opened(each, options) for each in contents), strict=True)
+    if options.trust_files and not any(are_trusted):
+        warn_caller(NoEffectWarning('trust_files has no effect: no list of checksums is lost. Leave it out.'))
     leaves = _with_changed_parameters(contents, readers, options)
     files = readers[-1].files
     positions = _iterator_files(last, files)
@@ -109,7 +115,7 @@ def copy_checkpoint(
         },
         {leaf_name(path): leaf_name(new) for path, new in new_paths.items()},
         dropped=tuple(name for name in names if name not in taken),
-        left_out=(PINNED,) if files.storage.is_file(join(files.directory, PINNED)) else (),
+        left_out=_left_out(last, files),
         files=_read_positions(files, {name: file for name, file in positions.items() if name in taken}),
         facts=carried_facts(last.facts),
         # In Flax's manifests, all leaves are inline.
@@ -118,6 +124,27 @@ def copy_checkpoint(
         else None,
     )
     return write_source(found, target, options)
+
+
+def _opened(contents: Contents, options: ConvertOptions) -> tuple[ArrayReader, bool]:
+    """A source, and whether its files are trusted, since a list of checksums is lost."""
+    try:
+        return verified_reader(contents), False
+    except CorruptCheckpointError:
+        if not options.trust_files:
+            raise
+        return verified_reader(contents, trusts_files=True), True
+
+
+def _left_out(contents: Contents, files: CheckpointFiles) -> tuple[str, ...]:
+    """The pin and the files of other programs, which a copy does not have; or items of a step of Orbax."""
+    if not contents.located.manifest:
+        return contents.left_out
+    listed = {key.removeprefix(f'{files.directory}/') for key, _ in files.storage.walk(files.directory)}
+    # Also of T5X, which names its directories as it likes.
+    arrays = [f'{leaf.location}/' for leaf in contents.leaves().values() if isinstance(leaf, StoredArray)]
+    others = {*foreign_keys(listed)} - (files.checksums or {}).keys() - {contents.located.manifest}
+    return tuple(sorted(listed & {PINNED} | {name for name in others if not name.startswith(tuple(arrays))}))
 
 
 # --- data iterators ----------------------------------------------------------------------------------------------------

@@ -146,8 +146,8 @@ def check_cast(cast: Cast | None, leaves: Mapping[Path, Any]) -> None:
     if not floating:
         raise UnmatchedPattern(f'{asked} casts floating leaves, but the tree has none. Leave {cast.option} out.')
     roots = root_names(floating)
-    which = "under 'target' and 'params'" if cast.leaves is None else f'that match cast_leaves={cast.leaves!r}'
-    which = f'that match cast_leaves={unmatched[0].pattern!r}' if unmatched else which
+    asked_leaves = unmatched[0].pattern if unmatched else cast.leaves
+    which = "under 'target' and 'params'" if cast.leaves is None else f'that match cast_leaves={asked_leaves!r}'
     example = re.escape(roots[0]).replace('\\-', '-') + '.*' if roots[0].endswith('/') else '.*'
     # One pattern for the parameters of several models, which does not match Adam's moments.
     example = '[^/]*/params/.*' if any('params' in path[1:2] for path in floating) else example

@@ -40,12 +40,8 @@ def verified_reader(contents: Contents, *, trusts_files: bool = False) -> ArrayR
       CorruptCheckpointError: a list of checksums is lost or damaged, without ``trusts_files``.
     """
     checksums = contents.checksums
-    if checksums is None:
-        try:
-            checksums = contents.read_checksums()
-        except CorruptCheckpointError:
-            if not trusts_files:
-                raise
+    if checksums is None and not trusts_files:
+        checksums = contents.read_checksums()
     # Arrays that are read to be cast or averaged are verified, too.
     return ArrayReader(contents.located, checksums=checksums, identity=contents.identity)
 
@@ -95,12 +91,14 @@ class ArraySource:
         source = files.key(old)
         where = f'{write.name}: {files.storage.url(source)}'
         with self.reader.identified(leaf):
+            checksums = files.checksums or FileChecksums()
             try:
-                data = files.read(old)
+                # A damaged file may be larger than the memory.
+                data = files.read(old, limit=checksums.get(old, (None,))[0])
             except CheckpointNotFoundError as error:
                 raise CorruptCheckpointError(f'{where} is missing. {_CURE}') from error
             entry = entry_of(data)
-            (files.checksums or FileChecksums()).check(old, entry, where, _CURE)
+            checksums.check(old, entry, where, _CURE)
             if write.array.metadata['compressor'] is None and len(data) != write.chunk_bytes:
                 raise CorruptCheckpointError(f'{where} {size_text(len(data), write.chunk_bytes)}. {_CURE}')
             if not storage.link(source, target, files.storage):

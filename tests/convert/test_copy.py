@@ -291,10 +291,11 @@ def test_the_files_of_other_programs_are_not_copied(tmp_path):
             break
     else:
         done = t5ckpt.copy_checkpoint(tmp_path / 'run', url)
-        assert done.step == 3
+        assert done.left_out == ('PINNED', 'logs/a.log', 'notes.txt')
     assert t5ckpt.verify(url, full=True).ok
     assert not [key for key in files(url) if 'notes' in key or 'logs' in key]
-    t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy')
+    done = t5ckpt.copy_checkpoint(tmp_path / 'run', tmp_path / 'copy')
+    assert done.left_out == ('PINNED', 'logs/a.log', 'notes.txt')
     assert renamed(files(str(tmp_path / 'copy'))) == renamed(files(url))
 
 
@@ -315,7 +316,8 @@ def test_without_facts_every_array_is_copied(tmp_path, place, request):
     (step_dir / 'checkpoint').unlink()
     (step_dir / 'other').write_bytes(serialization.msgpack_serialize(manifest))
     target = tmp_path / 'copy' if place == 'file' else request.getfixturevalue(place).url()
-    t5ckpt.copy_checkpoint(step_dir / 'other', target)
+    done = t5ckpt.copy_checkpoint(step_dir / 'other', target)
+    assert done.left_out == ()
     np.testing.assert_array_equal(t5ckpt.load_t5x_checkpoint(target)['w'], STATE['w'])
     t5ckpt_cli('rm', target, 3, '--yes')
     assert [*open_storage(target).walk('checkpoint_3')] == []
@@ -535,3 +537,26 @@ def test_a_step_of_t5x_from_before_1970_is_copied_to_a_bucket(tmp_path):
     url = f'memory://{uuid.uuid4().hex}/run'
     t5ckpt.copy_checkpoint(tmp_path / 'checkpoint_3', url)
     assert t5ckpt.verify(url, full=True).ok
+
+
+def test_a_step_of_orbax_becomes_a_checkpoint(tmp_path):
+    """Its manifest has placeholders, and not the values: a copy of the file alone would be empty."""
+    orbax = pytest.importorskip('orbax.checkpoint')
+    state = {'params': {'w': np.arange(4096, dtype=np.float32)}, 'b': np.ones(3, np.int32)}
+    with orbax.CheckpointManager(tmp_path / 'orbax') as manager:
+        manager.save(3, args=orbax.args.StandardSave(state))
+    for target in (tmp_path / 'copy', f'memory://{uuid.uuid4().hex}/run'):
+        t5ckpt.copy_checkpoint(tmp_path / 'orbax', target)
+        assert t5ckpt.verify(target, full=True).ok
+        jax.tree.map(np.testing.assert_array_equal, t5ckpt.load_t5x_checkpoint(target, 3), state)
+
+
+def test_a_manifest_with_placeholders_and_no_arrays_is_no_checkpoint(tmp_path):
+    step_dir = tmp_path / 'checkpoint_3'
+    step_dir.mkdir()
+    state = {'w': 'PLACEHOLDER://w', 'b': np.ones(3, np.float32)}
+    (step_dir / 'checkpoint').write_bytes(serialization.msgpack_serialize(state))
+    url = f'memory://{uuid.uuid4().hex}/run'
+    with pytest.raises(errors.CorruptCheckpointError, match=r'w/\.zarray is missing'):
+        t5ckpt.copy_checkpoint(step_dir, url)
+    assert t5ckpt.all_steps(url) == []

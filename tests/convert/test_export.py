@@ -145,7 +145,7 @@ def test_a_selection_and_a_cast(run: str, tmp_path: pathlib.Path):
     np.testing.assert_array_equal(found['target/half'], table(tree())['target/half'].astype(np.float32))
     for pattern, words in (('(', 'not a regular expression'), ('xyz', 'matches no leaf')):
         with pytest.raises(ValueError, match=words):
-            t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'no', ConvertOptions(select=pattern))
+            t5ckpt.convert_checkpoint('to-safetensors', run, tmp_path / 'no', ConvertOptions(take=pattern))
 
 
 @pytest.mark.parametrize('force', [False, True])

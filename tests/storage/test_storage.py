@@ -87,8 +87,11 @@ def test_what_reads_a_path_reads_a_storage_of_ones_own(tmp_path):
     ]:
         assert np.array_equal(found['w'], sign * state['w'])
     assert t5ckpt.verify(run, full=True).step == 2
-    assert t5ckpt.copy_checkpoint(run, tmp_path / 'copy').step == 2
-    assert t5ckpt.copy_checkpoint(tmp_path / 'copy', Mine(name, 'copies')).path == f'mine://{name}/copies/checkpoint_2'
+    assert t5ckpt.copy_checkpoint(
+        Mine(name, 'run/checkpoint_1'), tmp_path / 'copy', t5ckpt.ConvertOptions(step=1)
+    ).path.endswith('checkpoint_1')
+    assert t5ckpt.copy_checkpoint(run, tmp_path / 'latest').step == 2
+    assert t5ckpt.copy_checkpoint(tmp_path / 'copy', Mine(name, 'copies')).path == f'mine://{name}/copies/checkpoint_1'
     assert t5ckpt.verify(Mine(name, 'copies'), full=True).ok
     for read in (t5ckpt.open_checkpoint, t5ckpt.load_t5x_checkpoint, t5ckpt.verify):
         with pytest.raises(errors.CheckpointNotFoundError, match='step 3 does not exist, complete steps are: 1, 2'):

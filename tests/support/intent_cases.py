@@ -668,6 +668,13 @@ FUNCTIONS: list[Case] = [
     ('ConvertOptions', 'leave', errors.UnmatchedPattern, 'modell', lambda s, _: written(s, leave=('modell/.*',))),
     (
         'ConvertOptions',
+        'trust_files',
+        NoEffectWarning,
+        '^trust_files has no effect',
+        lambda s, _: written(s, trust_files=True),
+    ),
+    (
+        'ConvertOptions',
         'rename',
         errors.UnmatchedPattern,
         'modell',
@@ -1302,6 +1309,7 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('convert', '--all', 2, 'the format of a run must be one of', 'convert tf {root}/tf {out} --all'),
     ('cp', '--follow-links', 0, 'warning: follow_links has no effect', 'cp {memory} {out} --follow-links'),
     ('cp', '--rename', 1, 'modell', 'cp {run} {out} --rename modell model'),
+    ('cp', '--trust-files', 0, 'warning: trust_files has no effect', 'cp {run} {out} --trust-files'),
     ('cp', '--ema', 1, 'parameters=', 'cp {run} {out} --ema ema'),
     ('cp', '--average', 1, 'parameters=', 'cp {run} {out} --average {run}'),
     ('cp', '--parameters', 2, 'has no effect', 'cp {run} {out} --parameters model/.*'),

@@ -132,7 +132,7 @@ config | error | it does not fit the weights
 take leave rename | error | a pattern matches nothing
 ema | error | no leaf is found under it
 parameters | error | nothing is averaged or replaced, or it matches nothing
-trust_files | hint | a list is intact
+trust_files | warning | no list of checksums is lost
 follow_links | warning | the source is not on a local file system
 """,
     'KeepBest': """
@@ -327,7 +327,7 @@ kind | error | unknown
     'cp': """
 --follow-links | warning | not on a local file system
 --rename --ema --average --parameters | error | matches nothing; nothing is averaged
---trust-files | hint | a list is intact
+--trust-files | warning | no list of checksums is lost
 """,
     'diff': """
 pattern | error | neither has such a leaf

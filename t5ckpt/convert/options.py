@@ -45,7 +45,7 @@ class ConvertOptions(TakenLeaves):
       step: of the checkpoint in T5X's format: the step to write, None for the source's; with a format 'to-...' the step to read,
         None for the latest.
       save_dtype: floating leaves of ``target`` and ``params``, and all of a Hugging Face model, are cast to it.
-      take: patterns of the leaves to convert, by their names in the source.
+      take: patterns of the leaves to convert, by their names in the source; of TensorFlow by those of T5X.
       leave: patterns of the leaves to leave out, although ``take`` matches them, such as :data:`t5ckpt.OPTIMIZER`; of a copy also
         of files of data iterators.
       cast_leaves: patterns of the leaves that are cast instead, by their names in the new checkpoint or file.

@@ -916,14 +916,13 @@ def test_sigkill_in_a_deletion(jobs, place):
     assert 'checkpoint_1' in place.steps_on(1)
 
 
-def test_sigkill_between_the_commits_of_an_overwrite(jobs, place):
+@pytest.mark.parametrize(('operation', 'key'), [('write', '/checkpoint'), ('exchange', 'checkpoint_1')])
+def test_sigkill_between_the_commits_of_an_overwrite(jobs, place, operation, key):
     """The disks have two saves, each without an array: the step of the bucket, until the step is saved again."""
     with jobs.one(ends=False) as job:
         saved(job, place, [1], leaves=ONCE, persist=[1])
     with jobs.one(ends=True) as job:
-        place.begin(
-            job, ONCE, persist=[], process_timeout=KILLED_TIMEOUT, local_hook=(2, 'exchange', 'checkpoint_1', 'die')
-        )
+        place.begin(job, ONCE, persist=[], process_timeout=KILLED_TIMEOUT, local_hook=(2, operation, key, 'die'))
         job.start('tiers_overwrite', 1, 7)
         assert job.answers(HEARTBEAT_SECONDS + 60)[2] == DEAD
     saves = [facts_of(disk / 'checkpoint_1') for disk in place.disks]

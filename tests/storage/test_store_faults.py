@@ -94,7 +94,9 @@ def leaves_nothing_behind(url, clock):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('rate', [0.1, 0.25])
+@pytest.mark.parametrize(
+    ('bucket', 'rate'), [('gs', 0.1), ('gs', 0.25), ('s3', 0.25), ('az', 0.1)], indirect=['bucket']
+)
 def test_faults_at_random(bucket, rate):
     """More than five hundred in all four runs of this test, of all kinds, at requests of all kinds."""
     rng = random.Random(rate)

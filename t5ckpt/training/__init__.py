@@ -1,4 +1,4 @@
-"""Independent helpers for training loops; saves and restores do not need them."""
+"""Independent helpers for training loops, which trainers otherwise copy from each other; saves and restores do not need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peak performance of accelerators, to compute the utilization of a step.
+"""The peak performance of accelerators, with which a trainer computes the utilization of a step.
 
 The numbers are for dense bfloat16 matrix products, from the vendors' data sheets; numbers for sparse operands are halved. A JAX
 device is a whole chip, except on TPU v2 and v3, where it is one of two cores.

@@ -1,4 +1,4 @@
-"""Writes the HLO of a compiled function as text and, with Graphviz, as a picture."""
+"""Writes the HLO of a compiled function as text and, where Graphviz is installed, as a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces a window of steps with JAX's profiler, and copies the trace to any storage."""
+"""Traces some steps with JAX's profiler, and copies the trace to any storage."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from t5ckpt.tree.leaf_table import Empty
 from t5ckpt.tree.train_state import flatten_state
 
 FILE = 'trainer_state_tree.txt'
-# The scope of the weights in T5X and in Flax; without either, all arrays count as parameters.
 _HEADER = ('path', 'dtype', 'shape', 'bytes', 'sharding')
 
 
@@ -27,6 +26,7 @@ def state_summary(state: Any) -> str:
     table = flatten_state(state).table
     rows: list[tuple[str, ...]] = [_HEADER]
     parameters = on_device = in_all = 0
+    # The scope of the weights in T5X and in Flax; without either, all arrays count as parameters.
     weights = next((name for name in PARAMETER_ROOTS if any(path[0] == name for path in table)), None)
     for path, leaf in table.items():
         shape = getattr(leaf, 'shape', None)

@@ -1,4 +1,4 @@
-"""Dumps the stacks of all threads when a job hangs.
+"""Dumps the stacks of all threads when no step ends for some time.
 
 The timer is faulthandler's, a thread in C that does not need the interpreter lock. So it also fires in the most frequent hang,
 when a library holds the lock and never releases it. A process has one such timer, so it can have one watchdog at a time; pytest's

@@ -103,8 +103,8 @@ define install
 endef
 
 $(VENV)/installed-docs: EXTRAS := cli,docs,report
-$(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,orbax,report,site,test$(PEERS)
-$(VENV)/installed-fuzz: EXTRAS := cli,docs,hf,notebook,orbax,report,site,test,fuzz
+$(VENV)/installed-test: EXTRAS := cli,docs,hf,notebook,report,site,test$(PEERS)
+$(VENV)/installed-fuzz: EXTRAS := cli,docs,hf,notebook,report,site,test,fuzz
 $(VENV)/installed-docs: setup.py $(wildcard constraints/*.txt) | $(BIN)/python
 	$(install)
 
@@ -143,7 +143,7 @@ EXCHANGE := catalog convert datasets format/test_real_readers.py reading/test_go
 newest: $(VENV)/installed-test
 	$(MAKE) $(NEWEST)/bin/python VENV=$(NEWEST) PYTHON=$(NEWEST_PYTHON)
 	$(NEWEST)/bin/python -m pip install -q --no-compile --upgrade --upgrade-strategy eager \
-		-e '.[cli,docs,grain,hf,notebook,orbax,report,tensorboard,test]' tensorflow-cpu zarr
+		-e '.[cli,docs,grain,hf,notebook,report,tensorboard,test]' tensorflow-cpu zarr
 	rm -rf $(NEWEST)/transformers-5
 	$(BIN)/python -m pip install -q --no-compile --no-warn-conflicts --target $(NEWEST)/transformers-5 transformers
 	$(NEWEST)/bin/python -m pytest $(EXCHANGE:%=tests/%) $(ARGS)

@@ -14,7 +14,6 @@ EXTRAS = {
     # Each extra is imported only inside the call that needs it; the error names the extra to install.
     'tf': ['google-crc32c>=1.5'],
     'tensorboard': ['tensorboardX>=2.6.2'],
-    'orbax': ['orbax-checkpoint>=0.11'],
     'hf': ['safetensors>=0.4'],  # reads exports; t5ckpt streams the format itself, see docs/decisions.md
     'grain': ['grain>=0.2'],
     'cli': ['click>=8.1'],
@@ -55,6 +54,7 @@ EXTRAS = {
         'ipykernel>=6.29',  # for the notebooks in docs/
         'ministack>=1.4.21,<1.5',  # likewise of S3
         'nbclient>=0.10',
+        'orbax-checkpoint>=0.11',  # reads what is converted to its format, and writes what is converted from it
         'pyright[nodejs]>=1.1.400',
         'pytest>=9',
         'pytest-xdist>=3.7',

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from t5ckpt.commit.transaction import CommittedCheckpoint
     from t5ckpt.convert import ConvertOptions, ConvertReport, convert_checkpoint
     from t5ckpt.convert.copy import copy_checkpoint
-    from t5ckpt.convert.whole_run import convert_run
     from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.export import export_weights
     from t5ckpt.inspection.diff import CheckpointDiff, diff
@@ -116,7 +115,6 @@ __all__ = [
     'apply_assignment_map',
     'checkpoints_iterator',
     'convert_checkpoint',
-    'convert_run',
     'copy_checkpoint',
     'diff',
     'export_weights',
@@ -140,7 +138,6 @@ _NAMES = {
     'commit.transaction': 'CommittedCheckpoint',
     'convert': 'ConvertOptions ConvertReport convert_checkpoint',
     'convert.copy': 'copy_checkpoint',
-    'convert.whole_run': 'convert_run',
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
     'export': 'export_weights',
     'inspection.diff': 'CheckpointDiff diff',

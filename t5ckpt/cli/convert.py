@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
-from t5ckpt.cli.paths import CHECKPOINT, LATER, RUN, checkpoint
+from t5ckpt.cli.paths import CHECKPOINT, RUN
 from t5ckpt.cli.verb import (
     DRY_RUN,
     FOLLOW_LINKS,
     NUMBER,
     STEP,
-    STEPS,
     argument,
     emit,
     fields_of,
@@ -27,14 +26,12 @@ from t5ckpt.cli.verb import (
 )
 from t5ckpt.convert import FORMATS, ConvertOptions, ConvertReport, convert_checkpoint
 from t5ckpt.convert.copy import copy_checkpoint
-from t5ckpt.convert.whole_run import RUN_FORMATS, convert_run
 from t5ckpt.core.leaf_path import MODEL, OPTIMIZER
 from t5ckpt.core.text import human_bytes, some_of
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.translate import CheckpointTranslator
 
 _SHOWN = 8
-_NOT_CONVERTED = {'there': 'already there', 'gone': 'deleted from the source during the conversion'}
 
 
 def _pattern(text: str) -> str:
@@ -65,15 +62,8 @@ def _options(given: Mapping[str, Any]) -> ConvertOptions:
     return ConvertOptions(progress=progress('writing'), **options)
 
 
-def _fields(report: ConvertReport) -> dict[str, Any]:
-    """The fields of a report for JSON; 'files' counts files in every verb."""
-    return {**fields_of(report), 'files': len(report.files), 'file_names': report.files}
-
-
-def _lines(report: ConvertReport, dry_run: bool) -> list[str]:
-    """A line for what was written, and one for each kind of names that changed or were left out."""
-    if report.outcome in _NOT_CONVERTED:
-        return [f'{_NOT_CONVERTED[report.outcome]}: step {report.step}']
+def _emit(report: ConvertReport, *, dry_run: bool) -> None:
+    """Prints a line for what was written, and one for each kind of names that changed or were left out."""
     names: dict[str, Sequence[str]] = {
         'renamed': [f'{old} -> {new}' for old, new in report.mapped.items() if old != new],
         'added': report.added,
@@ -81,14 +71,13 @@ def _lines(report: ConvertReport, dry_run: bool) -> list[str]:
         'left out': report.left_out,
     }
     written = f'written: {human_bytes(report.nbytes)} in {report.seconds:.1f} s'
-    return [
+    # 'files' counts files in every verb.
+    files = {'files': len(report.files), 'file_names': report.files}
+    emit(
+        {**fields_of(report), **files, 'dry_run': dry_run},
         f'{report.path} {"would be written" if dry_run else written}',
         *[f'{what}: {some_of(those, _SHOWN)}' for what, those in names.items() if those],
-    ]
-
-
-def _emit(report: ConvertReport, options: ConvertOptions) -> None:
-    emit({**_fields(report), 'dry_run': options.dry_run}, *_lines(report, options.dry_run))
+    )
 
 
 @verb(
@@ -128,16 +117,15 @@ def cp(source: str, target: str, average: Sequence[str], **given: Any) -> None:
       for step in 100 200; do t5ckpt cp run@$step gs://bucket/run; done
     """
     options = _options(given)
-    _emit(copy_checkpoint([*average, source], target, options), options)
+    _emit(copy_checkpoint([*average, source], target, options), dry_run=options.dry_run)
 
 
 @verb(
     'convert',
     argument('kind', click.Choice(FORMATS), metavar='FORMAT'),
-    argument('source', LATER, metavar='SRC'),
+    argument('source', CHECKPOINT, metavar='SRC'),
     argument('target', RUN, metavar='DST'),
-    STEPS,
-    flag('--all', 'Convert every step of the run SRC; skip steps that an earlier call converted.'),
+    STEP,
     option('--rules', 'For tf: a Python file that defines `translator`. It is executed.', metavar='FILE.py'),
     option('--config', 'For hf and to-hf: entries of config.json, as JSON text or a file.'),
     option('--max-shard-size max_shard_bytes', 'For to-hf: limit of the size of a file; default: 5GB.', size, 'SIZE'),
@@ -145,7 +133,7 @@ def cp(source: str, target: str, average: Sequence[str], **given: Any) -> None:
     option('--split-heads/--joined-heads', 'For hf: with or without an axis for heads.', default=None),
     *_SHARED,
 )
-def convert(kind: str, source: str, target: str, steps: Sequence[int], rules: str | None, **given: Any) -> None:
+def convert(kind: str, source: str, target: str, rules: str | None, **given: Any) -> None:
     """Converts a checkpoint of another format to T5X's, or back.
 
     FORMAT is tf, orbax, flax, jax, seqax, zarr, safetensors or hf (a T5 of Hugging Face): SRC is in this format, and DST is
@@ -155,39 +143,25 @@ def convert(kind: str, source: str, target: str, steps: Sequence[int], rules: st
     a step, a file, or a directory for from_pretrained.
 
     Arrays are read in pieces, so memory is bounded. Pickles are not read. The output is complete or absent. If SRC is a run,
-    its latest step is converted. --step selects another. --all, or --step several times, converts several steps, with
-    metrics, times and custom metadata; with to-orbax, DST is then the directory of a run.
+    its latest step is converted. --step selects another. From and to Orbax, metrics, times and custom metadata are kept.
 
     \b
     Examples:
       t5ckpt convert tf t5.1.1.base/model.ckpt-1000000 t5_1_1_base
       t5ckpt convert orbax run@12 new_run --save-dtype bfloat16
-      t5ckpt convert orbax run new_run --all
+      for step in 10 20; do t5ckpt convert orbax run@$step new_run; done
       t5ckpt convert to-orbax new_run orbax_run/12
       t5ckpt convert hf model run --as-step 1000000
       t5ckpt convert to-hf run model --config '{"model_type": "longt5"}'
       t5ckpt convert to-safetensors run x.safetensors --take 'target/.*'
     """
-    everything = given.pop('all')
-    of_run = everything or len(steps) > 1
-    if steps and (everything or not (kind in RUN_FORMATS or kind.startswith('to-'))):
+    if given['step'] is not None and kind.startswith('to-'):
         raise click.UsageError(
-            '--step names a step of a run, which --all or SRC does here. Leave it out. To write as a step, pass --as-step.'
-        )
-    if given['step'] is not None and (of_run or kind.startswith('to-')):
-        raise click.UsageError(
-            "--as-step is for one step of a run in T5X's format; Orbax takes it from the name of DST, such as run/12. To read a "
-            'step of SRC, pass --step.'
+            "--as-step is for a step in T5X's format; Orbax takes it from the name of DST, such as run/12. To read a step of "
+            'SRC, pass --step.'
         )
     options = _options({**given, 'translator': None if rules is None else _translator(rules)})
-    if not of_run:
-        source = checkpoint(source, next(iter(steps), None))
-        _emit(convert_checkpoint(kind, source, target, options), options)
-        return
-    reports = convert_run(kind, source, target, options, steps=None if everything else steps)
-    fields = {'path': target, 'steps': [_fields(report) for report in reports], 'dry_run': options.dry_run}
-    # The same names, left out of several steps, are printed once.
-    emit(fields, *dict.fromkeys(line for report in reports for line in _lines(report, options.dry_run)))
+    _emit(convert_checkpoint(kind, source, target, options), dry_run=options.dry_run)
 
 
 def _translator(path: str) -> CheckpointTranslator:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 
-from t5ckpt.convert.options import FORMATS, TAKES, TO_ORBAX, ConvertOptions, ConvertReport, check_options
+from t5ckpt.convert.options import FORMATS, TAKES, ConvertOptions, ConvertReport, check_options
 from t5ckpt.convert.safetensors import export_safetensors
 from t5ckpt.convert.seqax import export_seqax
 from t5ckpt.convert.source import Source, write_source
-from t5ckpt.convert.trees import log_left_out, open_tree
+from t5ckpt.convert.trees import open_tree
 from t5ckpt.core.arguments import check_word
 from t5ckpt.storage import PathOrStorage, Storage
 
-__all__ = ['FORMATS', 'TAKES', 'TO_ORBAX', 'ConvertOptions', 'ConvertReport', 'convert_checkpoint']
+__all__ = ['FORMATS', 'TAKES', 'ConvertOptions', 'ConvertReport', 'convert_checkpoint']
 
 
 def convert_checkpoint(
@@ -50,9 +50,7 @@ def convert_checkpoint(
     check_word('the format', kind, FORMATS)
     check_options(options, kind)
     if not kind.startswith('to-'):
-        found = open_source(kind, source, options)
-        log_left_out(found.left_out, found, source)
-        return write_source(found, target, options)
+        return write_source(open_source(kind, source, options), target, options)
     path = target.url() if isinstance(target, Storage) else target
     match kind:
         case 'to-safetensors':

@@ -16,7 +16,7 @@ import numpy as np
 
 from t5ckpt.catalog.locate import locate, with_links
 from t5ckpt.convert.options import COPY, ConvertOptions, ConvertReport, check_options
-from t5ckpt.convert.source import Source, carried_facts, stamp_of, write_source
+from t5ckpt.convert.source import Source, carried_facts, write_source
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of
@@ -108,11 +108,7 @@ def copy_checkpoint(
     found = Source(
         {new_paths[path]: leaf for path, leaf in kept.items()},
         last.located.step,
-        {
-            'format': 't5x',
-            'paths': [each.located.url for each in contents],
-            'stamps': [stamp_of(each.located) for each in contents],
-        },
+        last.located.url,
         {leaf_name(path): leaf_name(new) for path, new in new_paths.items()},
         dropped=tuple(name for name in names if name not in taken),
         left_out=_left_out(last, files),

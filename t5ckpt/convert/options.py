@@ -22,12 +22,11 @@ from t5ckpt.tree.train_state import MAX_STEP
 _STREAM = frozenset({'concurrent_gb', 'compression', 'cast_leaves'})
 _NAMED = frozenset({'cast_leaves', 'take', 'leave'})
 COPY = 'a copy'
-TO_ORBAX = 'to-orbax'
 TAKES: Mapping[str, frozenset[str]] = {
     'tf': _STREAM | _NAMED | {'translator'},
     **dict.fromkeys(('orbax', 'flax', 'jax', 'seqax', 'zarr', 'safetensors'), _STREAM | _NAMED),
     'hf': _STREAM | {'config', 'scanned', 'split_heads'},
-    TO_ORBAX: _NAMED,
+    'to-orbax': _NAMED | {'concurrent_gb'},
     'to-hf': frozenset({'concurrent_gb', 'config', 'max_shard_bytes'}),
     'to-safetensors': _NAMED | {'concurrent_gb'},
     'to-seqax': _NAMED | {'like'},
@@ -126,19 +125,6 @@ class ConvertOptions(TakenLeaves):
         """The bytes of an array that an export reads at once, unless one chunk is larger."""
         return max(1, self.budget_bytes // 4)
 
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """The options that change what is written, in JSON types, as a conversion records them beside its source."""
-        given = {
-            'save_dtype': None if self.cast is None else str(self.cast.dtype),
-            'cast_leaves': _plain(self.cast_leaves),
-            'compression': self.compression,
-            'take': None if self.take == '.*' else _plain(self.take),
-            'leave': _plain(self.leave),
-        }
-        options = {name: value for name, value in given.items() if value is not None}
-        return {'options': options} if options else {}
-
 
 def check_options(options: ConvertOptions, kind: str) -> None:
     """Raises ValueError if an option is set that has no effect for a format."""
@@ -148,12 +134,6 @@ def check_options(options: ConvertOptions, kind: str) -> None:
     idle = [name for name, default in others if type(given[name]) is not type(default) or given[name] != default]
     if idle:
         raise ValueError(f'{", ".join(idle)}: no effect on {kind}. Leave it out.')
-
-
-def _plain(patterns: Patterns | None) -> Any:
-    """Patterns in types of JSON: the text and the flags of each."""
-    compiled = LeafPatterns(patterns, '').patterns
-    return [[pattern.pattern, pattern.flags] for pattern in compiled] or None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -171,8 +151,6 @@ class ConvertReport:
       left_out: parts of the source that were not converted: items of a step of Orbax, arrays of zarr of unknown dtypes, positions
         in the data, pins, files of other programs.
       files: the files of an export or a copy, relative to ``path`` if that is a directory.
-      outcome: 'converted'; or, of a step of a run, 'there', if an earlier call had converted it, or 'gone', if it was deleted
-        from the source during the call.
     """
 
     step: int | None
@@ -184,7 +162,6 @@ class ConvertReport:
     dropped: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     files: Collection[str] = ()
-    outcome: str = 'converted'
 
     def __repr__(self) -> str:
         return short_repr(self)

@@ -24,8 +24,8 @@ from typing import Any
 
 from t5ckpt.catalog.locate import Located, not_of_format
 from t5ckpt.convert.options import ConvertOptions, ConvertReport
-from t5ckpt.convert.source import open_export
-from t5ckpt.core.keys import is_inside, join
+from t5ckpt.convert.source import open_export, plan_zarr, write_zarr
+from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import TrainState
 from t5ckpt.core.text import some_of
@@ -42,18 +42,14 @@ from t5ckpt.errors import (
 )
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import TYPESTRS, is_storable
-from t5ckpt.format.facts import NO_FACTS, TreeFacts
+from t5ckpt.format.facts import NO_FACTS
 from t5ckpt.format.manifest import Manifest
-from t5ckpt.planning.casts import Cast, leaves_after_cast
-from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_array
-from t5ckpt.planning.write_assignment import WriteAssignment
+from t5ckpt.planning.casts import leaves_after_cast
+from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents
 from t5ckpt.reading.zarr_tree import read_zarr_tree
 from t5ckpt.save.linked_arrays import linked_leaves
-from t5ckpt.save.request import SaveContext
-from t5ckpt.save.stage import Staging
-from t5ckpt.save.write import write_arrays
 from t5ckpt.storage import Storage, open_storage, split_path
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import leaves_to_save
@@ -246,7 +242,8 @@ def _write(
     name = f'{step:010}'
     if not _STEP.fullmatch(name):
         raise ValueError(f'step={step} must be between 0 and 9999999999, since seqax uses ten digits.')
-    writes = _planned(table, names, options.cast)
+    leaves = leaves_after_cast(leaves_to_save(table, is_storable), options.cast)
+    writes = plan_zarr(leaves, names, lambda dtype: TYPESTRS.get(dtype.str) == dtype, 'seqax')
     storage = open_storage(directory)
     _check_room(storage, name, options.overwrite)
     if options.dry_run:
@@ -256,32 +253,12 @@ def _write(
     _remove(storage, work)
     storage.make_dir(work)
     storage.write(join(work, '.zgroup'), b'{"zarr_format": 2}')
-    context = SaveContext(storage, SaveOptions(), progress=options.progress)
-    write_arrays(context, work, Staging(SavePlan(writes, (), TreeFacts()), options.budget_bytes))
-    storage.sync_tree(work, sorted(write.array.location for write in writes))
+    write_zarr(storage, work, writes, options)
     storage.write(join(work, '.zattrs'), json.dumps({_DONE: True}).encode())
     if work != name:
         _remove(storage, name)
         storage.publish(work, name)
     return storage.url(name), writes
-
-
-def _planned(table: LeafTable, names: Mapping[Path, str], cast: Cast | None) -> tuple[ArrayWrite, ...]:
-    """The arrays of all leaves, each in the directory with seqax's name."""
-    assignment = WriteAssignment()
-    writes: list[ArrayWrite] = []
-    for leaf in leaves_after_cast(leaves_to_save(table, is_storable), cast):
-        name, dtype = names[leaf.path], leaf.dtype
-        if dtype is None or TYPESTRS.get(dtype.str) != dtype:
-            raise UnsupportedLeafError(
-                f'{name}: seqax does not support the dtype {dtype or "of text"}. Convert the leaf to float32 first.'
-            )
-        if not is_inside(name):
-            raise UnsupportedLeafError(
-                f'{name}: zarr changes this name, so seqax would not find the array. Rename the leaf.'
-            )
-        writes.append(plan_array(leaf, name, SaveOptions(), assignment))
-    return tuple(writes)
 
 
 def _check_room(storage: Storage, name: str, overwrite: bool) -> None:

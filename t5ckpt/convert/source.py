@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.catalog.locate import Located, locate, open_target
 from t5ckpt.convert.options import ConvertOptions, ConvertReport
-from t5ckpt.core.keys import join
+from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.errors import OutputExistsError
+from t5ckpt.errors import OutputExistsError, UnsupportedLeafError
 from t5ckpt.format.chunk_grid import Box
-from t5ckpt.format.dtypes import cast as cast_values
-from t5ckpt.format.facts import Facts
+from t5ckpt.format.facts import Facts, TreeFacts
 from t5ckpt.format.names import step_dir
-from t5ckpt.format.orbax import STEP_METADATA, TREE_METADATA
-from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
-from t5ckpt.planning.casts import Cast, cast_dtype
-from t5ckpt.planning.save_plan import SaveOptions
+from t5ckpt.planning.save_plan import ArrayWrite, SaveOptions, SavePlan, plan_array
+from t5ckpt.planning.write_assignment import WriteAssignment
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import LinkedArray, linked_leaves
 from t5ckpt.save.prepare import rehearse, write_stream
 from t5ckpt.save.request import SaveContext, SaveRequest
-from t5ckpt.storage import PathOrStorage
+from t5ckpt.save.stage import Staging
+from t5ckpt.save.write import write_arrays
+from t5ckpt.storage import PathOrStorage, Storage
 from t5ckpt.tree.leaf_table import LeafTable
+from t5ckpt.tree.leaves import LeafToSave
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Source:
     Attributes:
       table: the leaves to write.
       step: the source's, or None.
-      identity: of the source, of JSON's types; a conversion of a run skips the steps that record it.
+      path: of the source, for errors.
       mapped, added, dropped, left_out: see :class:`ConvertReport`.
       files: other files of the step, by name in its directory: the state of a data iterator.
       facts: those to copy: metrics, the keep policy.
@@ -47,7 +47,7 @@ class Source:
 
     table: LeafTable
     step: int | None
-    identity: Mapping[str, Any]
+    path: str
     mapped: Mapping[str, str]
     added: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
@@ -57,10 +57,8 @@ class Source:
     inline: Mapping[Path, bool] | None = None
 
 
-def chosen_source(
-    table: LeafTable, step: int | None, identity: Mapping[str, Any], options: ConvertOptions, **others: Any
-) -> Source:
-    """The leaves that ``take`` and ``leave`` choose, under their names; ``others`` are fields of the source.
+def chosen_source(table: LeafTable, located: Located, options: ConvertOptions, **others: Any) -> Source:
+    """The leaves of a checkpoint that ``take`` and ``leave`` choose, under their names; ``others`` are fields of the source.
 
     Raises:
       UnmatchedPattern: a pattern matches no leaf.
@@ -69,7 +67,8 @@ def chosen_source(
     chosen = {path: leaf for path, leaf in table.items() if leaf_name(path) in taken}
     names = list(map(leaf_name, chosen))
     dropped = tuple(leaf_name(path) for path in table if path not in chosen)
-    return Source(chosen, step, identity, dict(zip(names, names, strict=True)), dropped=dropped, **others)
+    mapped = dict(zip(names, names, strict=True))
+    return Source(chosen, located.step, located.url, mapped, dropped=dropped, **others)
 
 
 def carried_facts(facts: Facts) -> Facts:
@@ -98,23 +97,13 @@ def write_source(source: Source, directory: PathOrStorage, options: ConvertOptio
     if source.inline is not None:
         save_options = dataclasses.replace(save_options, inline_bytes=0)
     context = SaveContext(storage, save_options, progress=options.progress)
-    facts = dataclasses.replace(source.facts, source={**source.identity, **options.recorded})
-    request = SaveRequest(context, step, options.budget_bytes, options.overwrite, facts, source.files)
+    request = SaveRequest(context, step, options.budget_bytes, options.overwrite, source.facts, source.files)
     names = (source.mapped, source.added, source.dropped, source.left_out)
     if options.dry_run:
         rehearse(source.table, request, source.inline)
         return ConvertReport(step, storage.url(step_dir(step)), 0, 0.0, *names)
     done = write_stream(source.table, request, source.inline)
     return ConvertReport(step, done.path, done.nbytes, done.seconds, *names)
-
-
-def stamp_of(located: Located) -> list[int] | None:
-    """The storage's stamp of a checkpoint's manifest, in types of JSON; None if the storage has none."""
-    for name in [located.manifest] if located.manifest else [TREE_METADATA, STEP_METADATA]:
-        stamp = located.storage.stamp(join(located.directory, name))
-        if stamp is not None:
-            return list(stamp)
-    return None
 
 
 # --- exports ---------------------------------------------------------------------------------------------------------
@@ -144,23 +133,41 @@ def open_export(
     table = linked_leaves(contents, typed=typed)
     others = () if typed else tuple(leaf_name(path) for path, leaf in table.items() if not hasattr(leaf, 'dtype'))
     table = table if typed else {path: leaf for path, leaf in table.items() if hasattr(leaf, 'dtype')}
-    source = chosen_source(table, located.step, source_identity(located), options)
+    source = chosen_source(table, located, options)
     return contents, dataclasses.replace(source, dropped=source.dropped + others)
 
 
-def source_identity(located: Located) -> Mapping[str, Any]:
-    """The identity of a checkpoint to export, of JSON's types."""
-    return {'format': 't5x', 'path': located.url, 'stamp': stamp_of(located)}
+def plan_zarr(
+    leaves: Iterable[LeafToSave], names: Mapping[Path, str], has_dtype: Callable[[np.dtype], bool], program: str
+) -> tuple[ArrayWrite, ...]:
+    """Plans leaves as arrays of zarr for another program, each in the directory with the program's name of it.
+
+    Raises:
+      UnsupportedLeafError: the program does not have a leaf's dtype, or its name leads out of the directory.
+    """
+    assignment = WriteAssignment()
+    writes: list[ArrayWrite] = []
+    for leaf in leaves:
+        name, dtype = names[leaf.path], leaf.dtype
+        if dtype is None or not has_dtype(dtype):
+            raise UnsupportedLeafError(
+                f'{leaf.name}: {program} cannot hold {dtype or "text"}. Leave it out (leave=, or --leave), or cast it.'
+            )
+        if not is_inside(name):
+            raise UnsupportedLeafError(
+                f'{leaf.name}: {program} would not find the array under the name {name}. Rename the leaf with t5ckpt cp.'
+            )
+        write = plan_array(leaf, name, SaveOptions(), assignment)
+        # Facts, which record other dtypes on disk, are only in T5X's format.
+        writes.append(dataclasses.replace(write, array=dataclasses.replace(write.array, disk_dtype=dtype)))
+    return tuple(writes)
 
 
-def cast_leaf(path: Path, leaf: Any, cast: Cast | None) -> LazyArray:
-    """A leaf with a dtype as a lazy array, cast when it is read."""
-    dtype = cast_dtype(path, np.dtype(leaf.dtype), cast)
-
-    def read(index: Any = ...) -> np.ndarray:
-        return cast_values(np.asarray(leaf[index]), dtype, leaf_name(path))
-
-    return LazyThreadPoolArray(leaf.shape, dtype, read, read)
+def write_zarr(storage: Storage, directory: str, writes: Sequence[ArrayWrite], options: ConvertOptions) -> None:
+    """Writes planned arrays durably into a directory."""
+    context = SaveContext(storage, SaveOptions(), progress=options.progress)
+    write_arrays(context, directory, Staging(SavePlan(tuple(writes), (), TreeFacts()), options.budget_bytes))
+    storage.sync_tree(directory, sorted(write.array.location for write in writes))
 
 
 def boxes_of(array: Any, axis: int, box_bytes: int) -> Iterator[Box]:

@@ -17,7 +17,7 @@ from t5ckpt.catalog.locate import JAX_TREE, Located, locate, log_newer, no_check
 from t5ckpt.convert.options import ConvertOptions
 from t5ckpt.convert.safetensors import open_tensors
 from t5ckpt.convert.seqax import open_seqax
-from t5ckpt.convert.source import Source, carried_facts, chosen_source, stamp_of
+from t5ckpt.convert.source import Source, carried_facts, chosen_source
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import path_of
 from t5ckpt.core.text import printable, some_of
@@ -61,20 +61,20 @@ def open_tree(kind: str, source: str | os.PathLike[str], options: ConvertOptions
     """
     contents = _OPENERS[kind](os.fspath(source))
     located = contents.located
-    identity = {'format': kind, 'path': located.url, 'stamp': stamp_of(located)}
+    if contents.left_out:
+        _log_left_out(kind, located, contents.left_out)
     table, facts = linked_leaves(contents), carried_facts(contents.facts)
-    return chosen_source(table, located.step, identity, options, facts=facts, left_out=contents.left_out)
+    return chosen_source(table, located, options, facts=facts, left_out=contents.left_out)
 
 
-def log_left_out(left_out: Sequence[str], found: Source, source: str | os.PathLike[str]) -> None:
+def _log_left_out(kind: str, located: Located, left_out: Sequence[str]) -> None:
     """Logs the items of a step of Orbax, or the arrays of a tree of zarr, that a conversion leaves out."""
-    if left_out:
-        storage = open_storage(found.identity['path'])
-        trees = [storage.url(name) for name in left_out if storage.is_file(join(name, TREE_METADATA))]
-        cure = f' To convert another tree, pass its path: {trees[0]}.' if trees else ''
-        what = 'arrays of unknown dtypes' if found.identity['format'] == 'zarr' else 'items of Orbax'
-        text = f'{source}: {what} that are not converted: {some_of(left_out, 8)}.{cure}'
-        _log.warning('t5ckpt: %s', printable(text))
+    paths = [join(located.directory, name) for name in left_out]
+    trees = [located.storage.url(path) for path in paths if located.storage.is_file(join(path, TREE_METADATA))]
+    cure = f' To convert another tree, pass its path: {trees[0]}.' if trees else ''
+    what = 'arrays of unknown dtypes' if kind == 'zarr' else 'items of Orbax'
+    text = f'{located.url}: {what} that are not converted: {some_of(left_out, 8)}.{cure}'
+    _log.warning('t5ckpt: %s', printable(text))
 
 
 def _open_orbax(source: str) -> Contents:

@@ -49,7 +49,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     'created_unix': (int, float),
     **dict.fromkeys(('bytes', 'devices', 'files', 'step'), (int,)),
     **dict.fromkeys(('positions_in', 'save'), (str,)),
-    **dict.fromkeys(('custom_metadata', 'digests', 'keep', 'metrics', 'source', 'writer'), (dict,)),
+    **dict.fromkeys(('custom_metadata', 'digests', 'keep', 'metrics', 'writer'), (dict,)),
 }
 """From a field of :class:`Facts` to the types of its value in JSON."""
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{16})",\n')
@@ -100,7 +100,6 @@ class Facts:
         shardings.
       custom_metadata: the argument of ``save``, a JSON object.
       keep: the keep policy of the save, see ``keep_policy.policy_of``; for display.
-      source: of a conversion or of a copy with changes.
     """
 
     tree: TreeFacts = dataclasses.field(default_factory=TreeFacts)
@@ -117,7 +116,6 @@ class Facts:
     devices: int | None = None
     custom_metadata: _Object = dataclasses.field(default_factory=dict)
     keep: _Object = dataclasses.field(default_factory=dict)
-    source: _Object = dataclasses.field(default_factory=dict)
 
     @property
     def program(self) -> str:

@@ -31,13 +31,11 @@ STRINGS = '_strings.json'
 ARRAY_METADATA = 'array_metadatas'
 OCDBT_MANIFEST = 'manifest.ocdbt'
 OCDBT_OF_PROCESS = 'ocdbt.process_'
-# A file that Orbax ignores: the source and the options of a conversion by t5ckpt.
-CONVERTED_FROM = 't5ckpt_converted_from.json'
 PLACEHOLDER = 'PLACEHOLDER://'
 """In Orbax's older layout, this text and a name replace each array in Flax msgpack."""
 # The last two are items of a step.
 _ENTRIES = {
-    *(STEP_METADATA, TREE_METADATA, STRINGS, ARRAY_METADATA, COMMITTED, CONVERTED_FROM),
+    *(STEP_METADATA, TREE_METADATA, STRINGS, ARRAY_METADATA, COMMITTED),
     *('_sharding', 'd', 'default', 'metrics'),
 }
 DATABASE_FILE = re.compile(r'(ocdbt\.process_[A-Za-z0-9_]+/)?(manifest\.ocdbt|d/[0-9a-f]{32})')

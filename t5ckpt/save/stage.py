@@ -63,9 +63,9 @@ class StagedLeaf:
         with self._reading:
             values = self._values(chunk)
         result = cast(values, write.dtype, write.name)
-        result = to_stored(
-            result.astype(write.dtype, order='C', copy=is_fixed and result is values and not self.is_copy)
-        )
+        result = result.astype(write.dtype, order='C', copy=is_fixed and result is values and not self.is_copy)
+        if write.array.disk_dtype != write.dtype:
+            result = to_stored(result)
         shape = tuple(write.array.metadata['chunks'])
         if result.shape == shape:
             return result

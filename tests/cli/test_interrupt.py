@@ -113,33 +113,6 @@ def test_ctrl_c_ends_a_conversion_at_once(slow, tmp_path):
     assert t5ckpt.verify(remote, full=True).ok
 
 
-def test_ctrl_c_between_the_steps_of_a_run_keeps_the_first(s3, tmp_path):
-    for step in (1, 2):
-        with t5ckpt.Checkpointer(
-            STATE, checkpoints_dir=tmp_path / 'run', options=t5ckpt.CheckpointerOptions(inline_bytes=0)
-        ) as ck:
-            ck.save(STATE, step=step)
-    remote = s3.url()
-    waits, is_over = threading.Event(), threading.Event()
-
-    def delay(kind, key, _):
-        if kind == 'read' and '/checkpoint_2/' in key and '/target.' in key and key.endswith('0.0'):
-            waits.set()
-            is_over.wait(DELAY_SECONDS)
-
-    for step in (1, 2):
-        t5ckpt.copy_checkpoint(tmp_path / 'run' / f'checkpoint_{step}', remote)
-    s3.proxy.watch = delay
-    words = ['convert', 'to-orbax', remote, tmp_path / 'orbax', '--all']
-    said, seconds = interrupted(waits, words)
-    is_over.set()
-    assert seconds < 2
-    assert said.splitlines()[-1] == 't5ckpt: interrupted'
-    assert t5ckpt.all_steps(tmp_path / 'orbax') == [1]
-    assert 'already there: step 1' in t5ckpt_cli(*words)
-    assert t5ckpt.all_steps(tmp_path / 'orbax') == [1, 2]
-
-
 @pytest.mark.parametrize('verb', ['cp to', 'cp from', 'cp with changes', 'export', 'verify', 'stats', 'cat'])
 def test_ctrl_c_ends_a_verb_at_once(verb, slow, tmp_path):
     s3, waits, is_over = slow

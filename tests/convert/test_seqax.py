@@ -263,7 +263,7 @@ def test_what_seqax_cannot_read_is_refused_before_anything_is_written(tmp_path):
     for state in ({'w': jnp.ones(2, jnp.bfloat16)}, {'w': np.array(['text'])}, {'w': np.array([object()])}):
         with pytest.raises(errors.UnsupportedLeafError, match=r"\['w'\]|\bw: "):
             write_seqax(tmp_path / 'run', 1, state)
-    with pytest.raises(errors.UnsupportedLeafError, match='zarr changes this name'):
+    with pytest.raises(errors.UnsupportedLeafError, match='seqax would not find the array under the name'):
         write_seqax(tmp_path / 'run', 1, {'a\\b': np.ones(2)})
     with pytest.raises(ValueError, match='ten digits'):
         write_seqax(tmp_path / 'run', 10**10, {'w': np.ones(2)})

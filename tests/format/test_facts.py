@@ -40,6 +40,9 @@ def test_every_field_that_was_written_is_a_field_and_the_bytes_stay_the_same(nam
     expected = with_fields(WRITTEN[name], metrics=metrics) if 'nan' in str(metrics) else WRITTEN[name]
     if name == 'repaired':
         expected = without_fields(expected, 'aa_new', 'zz_new', 'repaired')
+    if name.startswith('rewritten'):
+        # What a copy was made from, which no program read.
+        expected = without_fields(expected, 'source')
     if name == 'overwritten_in_place':
         # In a bucket, that layout had the directory of the save in each name.
         directory = 't5ckpt-074e217ae24b59a5/'
@@ -90,7 +93,7 @@ def test_the_fields_of_a_save():
 
 def test_the_fields_of_the_other_writers():
     rewritten, lost = (decode_facts(WRITTEN[name], '') for name in ('rewritten', 'rewritten_lost'))
-    assert (rewritten.knows_tree, rewritten.keep, rewritten.source['format']) == (True, KEEP, 't5x')
+    assert (rewritten.knows_tree, rewritten.keep) == (True, KEEP)
     assert (lost.knows_tree, lost.keep) == (False, {})
     assert math.isnan(decode_facts(WRITTEN['overwritten_in_place'], '').metrics['nan'])
     unfinished = decode_facts(WRITTEN['unfinished'], '')

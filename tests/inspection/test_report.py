@@ -171,7 +171,7 @@ def test_a_step_without_a_policy_says_that_none_is_recorded(browser, tmp_path):
     for step in (1, 2):
         (tmp_path / 'flax').mkdir(exist_ok=True)
         (tmp_path / f'flax/checkpoint_{step}').write_bytes(flax.serialization.to_bytes({'w': np.ones(3)}))
-    t5ckpt.convert_run('flax', tmp_path / 'flax', tmp_path / 'run')
+        t5ckpt.convert_checkpoint('flax', tmp_path / f'flax/checkpoint_{step}', tmp_path / 'run')
     browser.open(pathlib.Path(t5ckpt.open_run(tmp_path / 'run').report(tmp_path / 'run.html')), READY)
     reasons = browser.run(
         '[...document.querySelectorAll("#run td.why")].map((cell) => cell.innerText.trim()).join("|")'

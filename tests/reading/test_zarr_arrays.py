@@ -368,8 +368,9 @@ def test_a_copy_of_a_tree_of_zarr_is_a_checkpoint(tmp_path):
 def test_every_step_of_levanter_converts(tmp_path):
     levanter_step(tmp_path / 'lev' / 'step-10')
     shutil.copytree(tmp_path / 'lev' / 'step-10', tmp_path / 'lev' / 'step-20')
-    done = t5ckpt.convert_run('zarr', tmp_path / 'lev', tmp_path / 'out')
-    assert [conversion.step for conversion in done] == [10, 20]
+    for step in t5ckpt.all_steps(tmp_path / 'lev'):
+        assert t5ckpt.convert_checkpoint('zarr', tmp_path / f'lev/step-{step}', tmp_path / 'out').step == step
+    assert t5ckpt.all_steps(tmp_path / 'out') == [10, 20]
 
 
 V3: dict[str, Any] = {

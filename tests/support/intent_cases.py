@@ -646,7 +646,6 @@ OUTPUTS: dict[str, Callable[[Scene, str], Any]] = {
     'convert_checkpoint': lambda s, _: t5ckpt.convert_checkpoint(
         'flax', s.root / 'x.flax', s.run, ConvertOptions(step=1)
     ),
-    'convert_run': lambda s, _: t5ckpt.convert_run('to-orbax', s.run, s.run),
     'convert.seqax.write_seqax': lambda s, _: [seqax.write_seqax(s.out, 1, STATE) for _ in range(2)],
     'copy_checkpoint': lambda s, _: t5ckpt.copy_checkpoint(s.run, s.run),
 }
@@ -1003,14 +1002,6 @@ FUNCTIONS: list[Case] = [
         lambda s, _: t5ckpt.unpin_checkpoint(s.run / 'checkpoint_1'),
     ),
     ('convert_checkpoint', 'kind', ValueError, 'flux', lambda s, _: t5ckpt.convert_checkpoint('flux', s.run, s.out)),
-    ('convert_run', 'kind', ValueError, 'flux', lambda s, _: t5ckpt.convert_run('flux', s.run, s.out)),
-    (
-        'convert_run',
-        'steps',
-        t5ckpt.errors.CheckpointNotFoundError,
-        '77',
-        lambda s, _: t5ckpt.convert_run('to-orbax', s.run, s.out, steps=[77]),
-    ),
     (
         'export_weights',
         'dtype',
@@ -1298,7 +1289,7 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('OPTIONS', '--cast-leaves', 2, 'has no effect without', 'cp {run} {out} --cast-leaves model/.*'),
     ('OPTIONS', '--leave', 1, 'matches no leaf', 'cp {run} {out} --leave OPTIMIZER'),
     ('OPTIONS', '--compression', 2, 'no effect', 'convert to-orbax {run} {out} --compression zstd'),
-    ('OPTIONS', '--concurrent-gb', 2, 'no effect', 'convert to-orbax {run} {out} --concurrent-gb 1'),
+    ('OPTIONS', '--concurrent-gb', 2, 'must be', 'convert to-orbax {run} {out} --concurrent-gb 0'),
     ('best', 'metric', 2, 'acc', 'best {run} acc --mode max'),
     ('best', '--mode', 2, '--mode', 'best {run} loss'),
     ('cat', 'leaf', 1, 'nowhere', 'cat {run} nowhere'),
@@ -1306,7 +1297,6 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('cat', '--npy', 2, 'not an array', 'cat {noted} note --npy'),
     ('convert', 'kind', 2, 'flux', 'convert flux {run} {out}'),
     ('convert', '--rules', 2, '--rules', 'convert flax {root}/x.flax {out} --rules rules.py'),
-    ('convert', '--all', 2, 'the format of a run must be one of', 'convert tf {root}/tf {out} --all'),
     ('cp', '--follow-links', 0, 'warning: follow_links has no effect', 'cp {memory} {out} --follow-links'),
     ('cp', '--rename', 1, 'modell', 'cp {run} {out} --rename modell model'),
     ('cp', '--trust-files', 0, 'warning: trust_files has no effect', 'cp {run} {out} --trust-files'),

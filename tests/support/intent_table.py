@@ -226,11 +226,6 @@ target | error | it has the step already, or exists
 kind | error | unknown
 """,
     'copy_checkpoint': 'target | error | it has the step already',
-    'convert_run': """
-kind | error | unknown, or of one checkpoint
-steps | error | the run lacks one
-directory | error | it has a step of another origin
-""",
     'get_checkpoint_dir': 'step | hint | any step has a name\nstep_format_fixed_length | hint | a step that is as long already',
     'diff': """
 values | hint | there are no values to compare
@@ -320,7 +315,6 @@ leaf | error | no such leaf
     'convert': """
 kind | error | unknown
 --rules | error | not for tf
---all | error | not for runs
 --config | error | it does not fit; not for Hugging Face
 --max-shard-size --scanned --split-heads | error | not for Hugging Face
 """,

@@ -20,7 +20,6 @@ FUNCTIONS = {
     'all_steps': ['/run'],
     'checkpoints_iterator': ['/run'],
     'convert_checkpoint': ['flax', '/flax', '/new'],
-    'convert_run': ['flax', '/flax', '/new'],
     'copy_checkpoint': ['/run', '/new'],
     'diff': ['/run', '/run'],
     'export_weights': [STATE, '/new'],

@@ -140,7 +140,7 @@ def _plan(source: Source, options: ConvertOptions) -> _Plan:
     given = read_config(options.config)
     arrays = {leaf_name(path): array for path, array in source.table.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
-    model, layout = model_of_leaves(shapes, source.identity['path'], attention_of(given))
+    model, layout = model_of_leaves(shapes, source.path, attention_of(given))
     pairs = pairs_of(model, layout)
     config = config_of(model, given)
     wanted = None if options.cast is None else options.cast.dtype

@@ -15,7 +15,7 @@ from t5ckpt.convert.huggingface.model import model_of_tensors
 from t5ckpt.convert.huggingface.names import EMBEDDERS, LAYOUT_KEY, PREFIXES, Layout, Pair, pairs_of
 from t5ckpt.convert.options import ConvertOptions
 from t5ckpt.convert.safetensors import open_tensors
-from t5ckpt.convert.source import Source, boxes_of, stamp_of
+from t5ckpt.convert.source import Source, boxes_of
 from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.errors import UnsupportedFormatError
 from t5ckpt.format.chunk_grid import Box
@@ -48,9 +48,10 @@ def open_hf(directory: str | os.PathLike[str], options: ConvertOptions) -> Sourc
     pairs, step = _pairs(tensors, os.fspath(directory), metadata, config, options)
     table: LeafTable = {path_of(pair.leaf): _lazy(pair, tensors) for pair in pairs}
     table['state', 'step'] = np.int32(step)
-    identity = {'format': 'hf', 'path': contents.located.url, 'stamp': stamp_of(contents.located)}
     mapped = {tensor: pair.leaf for pair in pairs for tensor in pair.tensors}
-    return Source(table, step, identity, mapped, dropped=tuple(name for name in found if name not in tensors))
+    return Source(
+        table, step, contents.located.url, mapped, dropped=tuple(name for name in found if name not in tensors)
+    )
 
 
 def _without_doubles(found: dict[str, Any], metadata: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -170,6 +170,4 @@ def tf_leaves(checkpoint: TfCheckpoint, options: ConvertOptions = ConvertOptions
             step = added[STEP] = np.int32(match[1])
     table: LeafTable = {path_of(name): value for name, value in (leaves | added).items()}
     number = None if step is None else int(np.asarray(step))
-    return Source(
-        table, number, {'format': 'tf', 'path': checkpoint.prefix}, mapped, tuple(sorted(added)), tuple(sorted(dropped))
-    )
+    return Source(table, number, checkpoint.prefix, mapped, tuple(sorted(added)), tuple(sorted(dropped)))

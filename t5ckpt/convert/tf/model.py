@@ -11,7 +11,6 @@ from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.convert.source import Source
 from t5ckpt.core.protocols import Partitioner, SaveStateTransformationFn
 from t5ckpt.errors import CheckpointExistsError
-from t5ckpt.format.facts import Facts
 from t5ckpt.planning.casts import Cast
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.restore.make_leaf import make_inline_leaf
@@ -46,12 +45,12 @@ def convert_tf_to_model(
 ) -> CommittedCheckpoint | None:
     """Writes the leaves that the template of ``axes`` has; None if the step exists already."""
     if found.step is None:
-        raise ValueError(f'{_where(found)}: the step is unknown: no global_step, and no number at the end of its name.')
+        raise ValueError(f'{found.path}: the step is unknown: no global_step, and no number at the end of its name.')
     plan = _plan(_in_template(found, axes.template), axes.template, axes.partitioner, RestoreOptions())
     table: LeafTable = plan.kept | {read.path: read.value for read in plan.inline}
     leaves, _, t5x_inlines = transformed(table, axes, fns)
     try:
-        step = dataclasses.replace(request, step=found.step, facts=Facts(source=found.identity))
+        step = dataclasses.replace(request, step=found.step)
         return write_stream(leaves, step, t5x_inlines)
     except CheckpointExistsError as error:
         _log.warning('Skipping conversion: %s', error)
@@ -65,14 +64,10 @@ def _plan(found: Source, state: Any, partitioner: Partitioner | None, options: R
       TreeMismatchError: with all differences.
     """
     templates = leaf_templates(flatten_state(state), state, partitioner)
-    return plan_restore(found.table, templates, options, _where(found))
+    return plan_restore(found.table, templates, options, found.path)
 
 
 def _in_template(found: Source, state: Any) -> Source:
     """The leaves of the checkpoint that the template has, too."""
     template = flatten_state(state).table
     return dataclasses.replace(found, table={path: leaf for path, leaf in found.table.items() if path in template})
-
-
-def _where(found: Source) -> str:
-    return str(found.identity['path'])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5ckpt.distributed.opening import Opening
+from t5ckpt.core.text import some_of
 from t5ckpt.distributed.processes import Processes, jax_processes
-from t5ckpt.distributed.rounds import Channel, CoordinationRound
-from t5ckpt.errors import UnsupportedTopologyError
+from t5ckpt.distributed.rounds import Channel, CoordinationRound, Phase
+from t5ckpt.errors import DisagreementError, UnsupportedTopologyError
 from t5ckpt.storage import Storage
 
 
@@ -31,7 +31,7 @@ class Coordinator:
           storage: of the run.
           processes: those of the job; None takes those of ``jax.distributed``.
           timeout_seconds: of a barrier.
-          options: those that all processes must pass alike, by name, of JSON's types; see :class:`Opening`.
+          options: those that all processes must pass alike, by name, of JSON's types, compared before the first action.
         """
         self._storage = storage
         self._processes = processes
@@ -53,11 +53,16 @@ class Coordinator:
 
         Raises:
           UnsupportedTopologyError: the job has several processes, and only one of them sees the storage.
+          DisagreementError: in the first round, the processes have different options.
         """
-        if self._channel is None:
-            self._channel = self._checked_channel()
-            self._channel.opening = Opening(f'{self._channel.prefix}/first', self._options)
-        return self._channel.round(action)
+        if self._channel is not None:
+            return self._channel.round(action)
+        self._channel = channel = self._checked_channel()
+        # Both rounds are taken also if the vote fails.
+        first, following = channel.round(action), channel.round(action)
+        if difference := first.reduce_on_leader(Phase.AGREE, self._options, _difference):
+            raise DisagreementError(f'{difference}. Every process of the job has to pass it alike.')
+        return following
 
     def _checked_channel(self) -> Channel:
         processes = self.processes_of_job()
@@ -67,3 +72,18 @@ class Coordinator:
                 'all processes share.'
             )
         return self.new_channel()
+
+
+def _difference(options: Sequence[Mapping[str, Any]]) -> str:
+    """The first option that some processes have with another value, with all values; '' without one."""
+    for name in options[0]:
+        by_value: dict[Any, list[str]] = {}
+        for index, each in enumerate(options):
+            by_value.setdefault(each[name], []).append(str(index))
+        if len(by_value) > 1:
+            texts = [
+                f'{value} in {"process" if len(indices) == 1 else "processes"} {some_of(indices, 4)}'
+                for value, indices in by_value.items()
+            ]
+            return f'{name} is {", and ".join(texts)}'
+    return ''

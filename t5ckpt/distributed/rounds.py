@@ -20,9 +20,8 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from t5ckpt.core.text import lines_of_error, numbered
-from t5ckpt.distributed.opening import Opening
 from t5ckpt.distributed.processes import Processes, ServiceError, Status
-from t5ckpt.errors import CoordinationError, DisagreementError, ProcessMissingError, RemoteError, T5CkptError
+from t5ckpt.errors import CoordinationError, ProcessMissingError, RemoteError, T5CkptError
 
 # gRPC refuses messages above 4 MiB unless the limit was raised.
 _MESSAGE_BYTES = 2**20
@@ -45,7 +44,7 @@ class Phase(enum.StrEnum):
     INIT = 'init'  # a restore: all processes know the leaves that are new, before init_fn is called
     READ = 'read'  # a restore: all processes have read, before they exchange replicated arrays
     RESTORE = 'restore'  # a restore: all processes have their state
-    AGREE = 'agree'  # Restorer.agree
+    AGREE = 'agree'  # the first action of a job: all processes have the same options; Restorer.agree
     CONVERT = 'convert'  # process 0 has converted a checkpoint of TensorFlow
     DELETE = 'delete'  # process 0 has deleted a step
 
@@ -92,17 +91,13 @@ class Channel:
         self._timeout = timeout_seconds
         self._numbers = itertools.count()
         self._finished: list[str] = []
-        self.opening: Opening | None = None
 
     def round(self, action: str) -> CoordinationRound:
         """Begins the next round; ``action`` is for errors, such as 'the save of step 5'."""
         prefix = f'{self.prefix}/{next(self._numbers)}'
         # All processes that enter this round have left the earlier ones, so their keys are removed after its first barrier.
         old, self._finished = self._finished, [prefix]
-        opening = self.opening
-        if opening is not None and opening.is_over:
-            old, self.opening = [*old, opening.prefix], None
-        return CoordinationRound(self.processes, prefix, action, self._timeout, old, opening)
+        return CoordinationRound(self.processes, prefix, action, self._timeout, old)
 
     def broadcast(self, name: str, data: bytes | None, action: str) -> bytes:
         """Sends a short message of the leader to all processes, outside of any round and without a barrier.
@@ -159,7 +154,6 @@ class CoordinationRound:
         action: str,
         timeout_seconds: float,
         old: Sequence[str],
-        opening: Opening | None = None,
     ):
         self.processes = processes
         self.is_single_process = processes.count == 1
@@ -168,7 +162,6 @@ class CoordinationRound:
         self._action = action
         self._timeout = timeout_seconds
         self._old = old
-        self._opening = opening
 
     def reduce_on_leader(self, phase: Phase, vote: Any, decide: Decide) -> Any:
         """Gathers a vote of every process on the leader, and returns the leader's decision on all processes.
@@ -185,27 +178,19 @@ class CoordinationRound:
           ProcessMissingError: naming the processes that did not arrive within the time-out.
           CoordinationError: a process died, or the service failed.
           RemoteError: another process voted with an error, or ``decide`` raised on the leader.
-          DisagreementError: in the first round, the processes have different options, see :class:`Opening`.
           Exception: on the leader, the exception of ``decide``.
         """
         if self.is_single_process:
             return decide([vote])
-        prefix, opening = f'{self.prefix}/{phase}', self._opening
-        if opening is not None and opening.is_over:
-            opening = None
-        if opening is not None:
-            if self.is_leader:
-                self._compare_options()
-            prefix, vote = opening.prefix, opening.wrap(vote)
+        prefix = f'{self.prefix}/{phase}'
         self._gather(prefix, phase, vote)
         if not self.is_leader:
-            return self._receive_decision(prefix, phase, opening)
+            return self._receive_decision(prefix, phase)
         with self._mapped(phase.value, (0,)):
             votes = self.processes.get_all(f'{prefix}/vote', self._timeout)
             texts = {int(name): text for name, text in votes.items()}
         try:
             votes = [json.loads(texts[index]) for index in range(self.processes.count)]
-            votes = votes if opening is None else opening.unwrap(votes)
             self._raise_failures(phase, votes)
             value = decide(votes)
         except BaseException as error:
@@ -259,7 +244,7 @@ class CoordinationRound:
         with self._mapped(phase.value, (0,)):
             self.processes.put(f'{prefix}/decision', json.dumps(decision).encode(), self._timeout)
 
-    def _receive_decision(self, prefix: str, phase: Phase, opening: Opening | None) -> Any:
+    def _receive_decision(self, prefix: str, phase: Phase) -> Any:
         with self._mapped(phase.value, (0,)):
             decision = json.loads(self.processes.get(f'{prefix}/decision', self._timeout))
         if 'error' in decision:
@@ -267,9 +252,6 @@ class CoordinationRound:
             if kind == RemoteError.__name__:
                 # A vote failed: the text names the process.
                 raise RemoteError(text)
-            if opening is not None and kind == DisagreementError.__name__:
-                opening.has_failed = True
-                raise DisagreementError(text.removeprefix(f'{kind}: '))
             raise RemoteError(f'{self._action} failed in {phase.value!r}: process 0: {text}', (0,))
         return decision['value']
 
@@ -301,68 +283,33 @@ class CoordinationRound:
         is_known = any(
             isinstance(cause, (ProcessMissingError, CoordinationError)) for cause in (error, error.__cause__)
         )
-        is_known = is_known or (self._opening is not None and self._opening.has_failed)
         if not self.is_single_process and not is_known:
             with contextlib.suppress(T5CkptError):
                 self.reduce_on_leader(phase, {'error': lines_of_error(error)}, lambda _: None)
 
-    def share(self, name: str, data: bytes | None) -> bytes:
-        """Sends bytes of the leader to all processes, without a barrier; the others pass None."""
-        if data is None:
-            return self.receive(name)
-        prefix = f'{self.prefix}/{name}'
+    def share(self, name: str, data: bytes) -> None:
+        """Sends bytes to all processes, without a barrier; in a job of one process they go nowhere."""
+        if self.is_single_process:
+            return
+        prefix = f'{self.prefix}/{name}/{self.processes.index}'
         with self._mapped(name, (0,)):
-            if not self.is_single_process:
-                self._compare_options()
-                starts = range(0, len(data), _MESSAGE_BYTES)
-                for number, start in enumerate(starts):
-                    self.processes.put(f'{prefix}/{number}', data[start : start + _MESSAGE_BYTES], self._timeout)
-                self.processes.put(f'{prefix}/count', str(len(starts)).encode(), self._timeout)
-            return data
+            starts = range(0, len(data), _MESSAGE_BYTES)
+            for number, start in enumerate(starts):
+                self.processes.put(f'{prefix}/{number}', data[start : start + _MESSAGE_BYTES], self._timeout)
+            self.processes.put(f'{prefix}/count', str(len(starts)).encode(), self._timeout)
 
-    def receive(self, name: str) -> bytes:
-        """Returns the bytes that a process shares under a name, also in that process."""
-        prefix = f'{self.prefix}/{name}'
-        if not self.is_leader:
-            self._compare_options()
-        with self._mapped(name, (0,)):
+    def receive(self, name: str, process: int = 0) -> bytes:
+        """Returns the bytes that a process shares under a name, also in that process.
+
+        Raises:
+          ProcessMissingError: the process shared nothing within the time-out.
+          CoordinationError: a process died, or the service failed.
+        """
+        prefix = f'{self.prefix}/{name}/{process}'
+        with self._mapped(name, (process,)):
             deadline = time.monotonic() + self._timeout
             count = int(self._wait(f'{prefix}/count', deadline))
             return b''.join(self._wait(f'{prefix}/{number}', deadline) for number in range(count))
 
     def _wait(self, key: str, deadline: float) -> bytes:
         return self.processes.get(key, max(0.001, deadline - time.monotonic()))
-
-    def _compare_options(self) -> None:
-        """Before the first message of the leader: the leader puts its options, and a process with others votes at once.
-
-        Raises:
-          DisagreementError: they differ.
-        """
-        opening = self._opening
-        if opening is None or opening.is_over or opening.is_compared or self.is_single_process:
-            return
-        opening.is_compared = True
-        key = f'{opening.prefix}/options'
-        with self._mapped('options', (0,)):
-            if self.is_leader:
-                self.processes.put(key, json.dumps(opening.options).encode(), self._timeout)
-                return
-            is_same = json.loads(self.processes.get(key, self._timeout)) == opening.options
-        if not is_same:
-            self.barrier(Phase.AGREE)
-
-    def put_for_peer(self, name: str, data: bytes) -> None:
-        """Puts a message under the index of this process, for another process to get."""
-        with self._mapped(name, (0,)):
-            self.processes.put(f'{self.prefix}/{name}/{self.processes.index}', data, self._timeout)
-
-    def get_from_peer(self, name: str, process: int) -> bytes:
-        """Returns the message that a process has put.
-
-        Raises:
-          ProcessMissingError: the process put no message within the time-out.
-          CoordinationError: a process died, or the service failed.
-        """
-        with self._mapped(name, (process,)):
-            return self.processes.get(f'{self.prefix}/{name}/{process}', self._timeout)

@@ -27,7 +27,7 @@ from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
-from t5ckpt.errors import CheckpointExistsError, DisagreementError, SaveFailedError, StepMismatchWarning, T5CkptError
+from t5ckpt.errors import CheckpointExistsError, SaveFailedError, StepMismatchWarning, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.format.checksum import digest
 from t5ckpt.format.facts import Facts, decode_facts, encode_facts
@@ -324,11 +324,8 @@ class PreparedSave:
         """Raises an error with the difference between the plans of process 0 and the first other, the same everywhere."""
         if not different:
             return
-        save_round, process = self._round, different[0]
-        if save_round.is_leader:
-            save_round.put_for_peer('plan', self._text.encode())
-        if save_round.processes.index != process:
-            raise DisagreementError(save_round.get_from_peer('difference', process).decode())
-        error = difference(save_round.get_from_peer('plan', 0).decode(), self._text, process)
-        save_round.put_for_peer('difference', str(error).encode())
-        raise error
+        pair = 0, different[0]
+        if self._round.processes.index in pair:
+            self._round.share('plan', self._text.encode())
+        first, other = (self._round.receive('plan', process).decode() for process in pair)
+        raise difference(first, other, different[0])

@@ -51,7 +51,7 @@ def send_positions(request: SaveRequest) -> None:
     if request.files:
         is_small = sum(map(len, request.files.values())) <= _MOST_POSITION_BYTES
         own = dict(request.files) if is_small else {}
-        request.round.put_for_peer('positions', msgpack.packb(own) or b'')
+        request.round.share('positions', msgpack.packb(own) or b'')
 
 
 def write_copies(
@@ -64,7 +64,7 @@ def write_copies(
     storage = request.context.storage
     index, count = request.round.processes.index, request.round.processes.count
     peer = (index + count // 2) % count
-    found = msgpack.unpackb(request.round.get_from_peer('positions', peer)) if peer in having else {}
+    found = msgpack.unpackb(request.round.receive('positions', peer)) if peer in having else {}
     positions = {name: data for name, data in found.items() if name not in request.files}
     listed = {**copies, **write_files(storage, directory, positions)}
     storage.write(join(directory, COPIES), FileChecksums(listed).encode())

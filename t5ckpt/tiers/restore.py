@@ -230,7 +230,7 @@ class LocalRestore:
         roles: dict[int, int] = dict(chosen['roles'])
         having = {*roles.values()}
         if disk is None:
-            manifest, facts = at.receive('manifest'), at.receive('facts')
+            manifest, facts = at.receive('manifest', min(having)), at.receive('facts', min(having))
         else:
             manifest, facts = disk.manifest, disk.facts
         if len(having) < self._processes.count and self._processes.index == min(having):
@@ -380,8 +380,9 @@ class DiskPart(LocalPart):
         for prefix, sender in senders.items():
             if sender == self.processes.index:
                 at.share(f'positions-{prefix}', msgpack.packb(own[prefix]) or b'')
-        if wanted is not None and senders.get(wanted) is not None:
-            self.received_positions = msgpack.unpackb(at.receive(f'positions-{wanted}'))
+        sender = None if wanted is None else senders.get(wanted)
+        if sender is not None:
+            self.received_positions = msgpack.unpackb(at.receive(f'positions-{wanted}', sender))
 
     def read(
         self, request: RestoreRequest, reader: ArrayReader, reads: Sequence[StoredRead], budget: ByteBudget

@@ -403,10 +403,10 @@ def coordination_errors(directory):
     channel = Coordinator(open_storage(directory), None, 1.0).new_channel()
     coordination = channel.round('the test')
     name = f'own/{jax.process_index()}'
-    coordination.put_for_peer(name, b'1')
+    coordination.share(name, b'1')
     calls = [
-        lambda: coordination.put_for_peer(name, b'2'),
-        lambda: coordination.get_from_peer('nothing', 1),
+        lambda: coordination.share(name, b'2'),
+        lambda: coordination.receive('nothing', 1),
         lambda: channel.broadcast(name, None, 'the test'),
         # Each process waits in a phase of its own.
         lambda: coordination.reduce_on_leader(list(Phase)[jax.process_index()], 5, lambda votes: votes),

@@ -184,7 +184,7 @@ def test_a_process_that_hangs_is_named_and_comes_back(four, tmp_path):
     for index, (error, step) in enumerate(answers):
         assert error[0] == 'ProcessMissingError', answers
         if index != 2:
-            assert "process 2 did not arrive at 'plan' within 2 s" in error[1]
+            assert "process 2 did not arrive at 'agree' within 2 s" in error[1]
             assert 'DEADLINE_EXCEEDED' not in error[1]
         assert step == 2
     assert t5ckpt.all_steps(tmp_path) == [2]

@@ -31,7 +31,7 @@ def test_four_writers_and_any_mesh(job_and_bucket):
     job, bucket = job_and_bucket
     url = bucket.url()
     answers = job.run('save', url)
-    assert [barriers for barriers, _ in answers] == [2] * 4
+    assert [barriers for barriers, _ in answers] == [1 + 2] * 4
     written = [
         request.key for request in bucket.proxy.clear() if request.kind == 'write' and '/checkpoint_1/' in request.key
     ]

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
         SaveOnPreemption,
         SavePolicy,
         SaveWhenIdle,
-        YoungDaly,
     )
     from t5ckpt.steps import (
         all_dataset_checkpoint_steps,
@@ -108,7 +107,6 @@ __all__ = [
     'TensorBoardMetrics',
     'VerifyReport',
     'WarmStart',
-    'YoungDaly',
     '__version__',
     'all_dataset_checkpoint_steps',
     'all_steps',
@@ -157,7 +155,7 @@ _NAMES = {
     'save_best': 'SaveBestCheckpointer',
     'save_policies': (
         'SaveAt SaveEvery SaveEverySeconds SaveFirst SaveLast SaveOnImprovement '
-        'SaveOnPreemption SavePolicy SaveWhenIdle YoungDaly'
+        'SaveOnPreemption SavePolicy SaveWhenIdle'
     ),
     'steps': (
         'all_dataset_checkpoint_steps all_steps find_checkpoint get_checkpoint_dir is_pinned_checkpoint '

@@ -32,7 +32,6 @@ __all__ = [
     'SaveOnPreemption',
     'SavePolicy',
     'SaveWhenIdle',
-    'YoungDaly',
     'parts_of',
 ]
 
@@ -49,8 +48,6 @@ class Moment:
       preempted: whether a process of the job is preempted, and nothing has been saved since.
       metrics: of this call.
       best: the smallest and the largest value among the saved steps, by metric, without NaN.
-      blocked_seconds: the time for which the latest save blocked the loop; None before the first save.
-      write_seconds: the time until the latest save was on storage; None before the first save.
       saving: whether a save of this checkpointer is running.
     """
 
@@ -61,8 +58,6 @@ class Moment:
     preempted: bool = False
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     best: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
-    blocked_seconds: float | None = None
-    write_seconds: float | None = None
     saving: bool = False
 
 
@@ -234,42 +229,6 @@ class SaveOnImprovement(SavePolicy):
         smallest, largest = moment.best[self.metric]
         best, gain = (largest, value - largest) if self.mode == 'max' else (smallest, smallest - value)
         return f'{self.metric} {value:g} is better than {best:g}' if gain > 0 and gain >= self.least else None
-
-
-@dataclasses.dataclass(frozen=True)
-class YoungDaly(SavePolicy):
-    """Saves at the interval that minimizes the total time lost to saves and failures.
-
-    The interval is sqrt(2 * cost of a save * mean time between failures): J. W. Young, A first order approximation to the
-    optimum checkpoint interval, CACM 17(9), 1974; J. T. Daly, A higher order estimate of the optimum checkpoint interval
-    for restart dumps, FGCS 22(3), 2006. Daly's further terms vanish if a save is short compared with the time between
-    failures. The cost is the measured time for which a save blocks the loop. The interval is at least the time of a write.
-
-    Attributes:
-      mtbf_seconds: mean time between failures of the job: that of one machine divided by the number of machines.
-      first_cost_seconds: the assumed cost before a save was measured.
-      min_step: steps below it are not saved.
-    """
-
-    mtbf_seconds: float
-    first_cost_seconds: float = 10.0
-    min_step: int = 0
-
-    def __post_init__(self) -> None:
-        seconds = {name: number(name, getattr(self, name)) for name in ('mtbf_seconds', 'first_cost_seconds')}
-        set_fields(self, **seconds, min_step=integer('min_step', self.min_step))
-
-    def interval(self, cost_seconds: float | None, write_seconds: float | None) -> float:
-        """Seconds from one save to the next."""
-        cost = self.first_cost_seconds if cost_seconds is None else cost_seconds
-        return max(math.sqrt(2 * cost * self.mtbf_seconds), 0.0 if write_seconds is None else write_seconds)
-
-    def reason(self, moment: Moment) -> str | None:
-        """The reason to save now, or None."""
-        if moment.step < self.min_step:
-            return None
-        interval = self.interval(moment.blocked_seconds, moment.write_seconds)
-        return f'every {interval:.3g} s (Young, Daly)' if moment.seconds_since_save >= interval else None
 
 
 @dataclasses.dataclass(frozen=True)

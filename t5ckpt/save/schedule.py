@@ -52,8 +52,6 @@ class PolicyState:
     handled: bool = False
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     best: Best = dataclasses.field(default_factory=dict[str, tuple[float, float]])
-    blocked: float | None = None
-    write: float | None = None
     saving: bool = False
     next_check: int = 0
 
@@ -68,8 +66,6 @@ class PolicyState:
                 preempted=self.preempted and not self.handled,
                 metrics=self.metrics,
                 best=self.best,
-                blocked_seconds=self.blocked,
-                write_seconds=self.write,
                 saving=self.saving,
             )
         )
@@ -174,7 +170,6 @@ class SaveSchedule:
         # In process 0, until the outcome of the save is known.
         self._begun: _StartedSave | None = None
         self._best: Best = {}
-        self._blocked: float | None = None
         self._has_signalled = False
         self._epoch = self._check = 0
         self._gap = 1
@@ -260,7 +255,6 @@ class SaveSchedule:
             # One save runs at a time, so the previous one has ended.
             self._record_result(view)
             self._begun = _StartedSave(pending, self._epoch, metrics, view.last_step, view.last_unix)
-            self._blocked = self._clock() - started
         self._epoch, self._check = self._epoch + 1, 0
         now = started if self._channel is None else view.now
         view.last_step, view.last_unix, view.handled = pending.step, now, view.preempted
@@ -291,7 +285,6 @@ class SaveSchedule:
         view.metrics = metrics
         view.saving = self._last is not None and not self._last.done()
         view.best = self._best if self._begun is None else with_best(self._best, self._begun.metrics)
-        view.blocked = self._blocked
         view.next_check = step + self._gap
         return view
 
@@ -322,8 +315,6 @@ class SaveSchedule:
         if self._channel is not None:
             # All processes have entered that save, so they have received the messages before it.
             self._channel.drop(str(begun.epoch), 'the check-in of maybe_save')
-        done = begun.pending.result()
-        view.write = view.write if done is None else done.seconds
 
     # --- several processes -------------------------------------------------------------------------------------------
 

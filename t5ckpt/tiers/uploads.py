@@ -355,8 +355,8 @@ class Uploads:
                 trace = None if isinstance(error, T5CkptError) else error
                 _log.warning(text, step, self._run.url(), error, exc_info=trace)
             return error
-        self._schedule.note_uploaded(seconds := time.monotonic() - started)
         if not self._follows:
+            seconds = time.monotonic() - started
             _log.info('t5ckpt: uploaded step %d to %s: %d bytes in %.2f s', step, self._run.url(), nbytes, seconds)
         return None
 

@@ -103,7 +103,3 @@ class PersistSchedule:
         """Records that a step is uploaded."""
         self._owed = ''
         self._state.note(step, metrics, self._clock())
-
-    def note_uploaded(self, seconds: float) -> None:
-        """Records how long an upload took; in its thread."""
-        self._state.blocked = self._state.write = seconds

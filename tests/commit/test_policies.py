@@ -30,7 +30,6 @@ from t5ckpt.save_policies import (
     SaveOnImprovement,
     SaveOnPreemption,
     SaveWhenIdle,
-    YoungDaly,
 )
 
 NAN = math.nan
@@ -163,7 +162,6 @@ def test_a_step_the_policy_says_nothing_of_stays():
         lambda: SaveEvery(0),
         lambda: SaveEverySeconds(-1),
         lambda: SaveOnImprovement('m', 'up'),
-        lambda: YoungDaly(0),
     ],
 )
 def test_nonsense_is_refused(make):
@@ -248,8 +246,6 @@ def moments(policy, calls):
         (SaveLast(8), [(step, 0) for step in range(0, 20, 3)], [9]),
         (SaveEvery(10) | SaveAt({3}), [(step, 0) for step in range(1, 12)], [3, 10]),
         (SaveEvery(2) & SaveAt({3, 4}), [(step, 0) for step in range(9)], [4]),
-        # sqrt(2 * 10 s * 2000 s) = 200 s
-        (YoungDaly(2000, first_cost_seconds=10), [(step, 50.0 * step) for step in range(1, 10)], [4, 8]),
     ],
 )
 def test_when_is_saved(policy, calls, expected):
@@ -263,20 +259,12 @@ def test_when_is_saved(policy, calls, expected):
         SaveEverySeconds(1, 3),
         SaveWhenIdle(3),
         SaveOnImprovement('m', min_step=3),
-        YoungDaly(1, min_step=3),
     ],
 )
 def test_no_step_below_min_step_is_saved(policy):
     """Each of them is due at every step."""
     due = [Moment(step, step - 1, None, 1e9, metrics={'m': 1.0}) for step in range(1, 6)]
     assert [moment.step for moment in due if policy.reason(moment) is not None] == [3, 4, 5]
-
-
-def test_young_daly_takes_the_measured_cost_and_never_less_than_the_write():
-    policy = YoungDaly(2000)
-    assert policy.interval(0.1, None) == pytest.approx(20)
-    assert policy.interval(10, 3) == pytest.approx(200)
-    assert policy.interval(0.001, 30) == 30
 
 
 @pytest.mark.parametrize(

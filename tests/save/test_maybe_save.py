@@ -27,7 +27,6 @@ from t5ckpt import (
     SaveFirst,
     SaveOnImprovement,
     SaveOnPreemption,
-    YoungDaly,
 )
 from t5ckpt.commit.retention import Retention
 from t5ckpt.errors import NoSpaceError, SaveFailedError
@@ -108,22 +107,6 @@ def test_a_clock_that_is_set_back_does_not_stop_the_saves(tmp_path):
             if ck.maybe_save(step, state()) is not None:
                 saved.append(step)
     assert saved == [3, 6, 8]
-
-
-def test_young_daly_is_fed_with_what_was_measured(tmp_path):
-    clock = FakeClock()
-    with Checkpointer(
-        state(), checkpoints_dir=tmp_path, save_policy=YoungDaly(2000), options=t5ckpt.CheckpointerOptions(clock=clock)
-    ) as ck:
-        saved = []
-        for step in range(1, 8):
-            clock.advance(101)
-            pending = ck.maybe_save(step, state())
-            if pending is not None:
-                saved.append(step)
-                pending.wait()
-    # The first after sqrt(2 * 10 * 2000) = 200 s; then saves have cost nothing by this clock, and take no time.
-    assert saved == [3, 4, 5, 6, 7]
 
 
 def test_improvement_counts_from_what_is_saved_also_after_a_restart(tmp_path):

@@ -25,7 +25,6 @@ from t5ckpt import (
     SaveLast,
     SaveOnImprovement,
     SaveWhenIdle,
-    YoungDaly,
 )
 from t5ckpt.save_policies import SaveAny
 
@@ -166,7 +165,6 @@ def test_a_metric_whose_buffer_is_gone_is_named(tmp_path):
         lambda: SaveOnImprovement(['a']),
         lambda: SaveOnImprovement('a', least='1'),
         lambda: SaveWhenIdle(-1),
-        lambda: YoungDaly('60'),
         lambda: SaveAny((SaveEvery(1), 3)),
     ],
 )

@@ -207,8 +207,6 @@ restore_iterator | error | True for several sources, or without dataset_iterator
     'ConvertOptions.takes': 'name | hint | asks',
     'ConvertOptions.taken': 'names | hint | asks',
     'WarmStart.sources': 'held template repeats | hint | for a restore',
-    'YoungDaly': 'mtbf_seconds first_cost_seconds min_step | error | out of range',
-    'YoungDaly.interval': 'cost_seconds write_seconds | hint | asks',
     'apply_assignment_map': """
 ckpt_optimizer_state optimizer_state | error | they do not fit
 assignment_map require_all_rules_match | error | a rule matches nothing

@@ -48,7 +48,6 @@ COUNTS = [
     (t5ckpt.KeepEvery, {}),
     (t5ckpt.SaveEvery, {}),
     (t5ckpt.SaveLast, {}),
-    (t5ckpt.YoungDaly, {}),
     (t5ckpt.KeepBest, {'metric': 'acc'}),
 ]
 CALLS = [

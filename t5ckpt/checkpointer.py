@@ -437,8 +437,6 @@ class Checkpointer:
         if not has_transforms:
             options = RestoreOptions(self._restorer.cast(), strict=strictness(None, is_t5x=self._restorer.is_t5x))
             self._template_check.check(state, table, step, options, warns=is_leader)
-        if self._restorer.partitioner is None and is_leader:
-            self._template_check.check_shardings(table, step)
 
     def wait_until_finished(self) -> None:
         """Waits for the save in the background, if there is one, and raises its error as :meth:`check_for_errors`."""

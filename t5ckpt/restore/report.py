@@ -18,7 +18,6 @@ from t5ckpt.reading.contents import Contents
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.tree.leaf_table import LeafTable
 from t5ckpt.tree.leaves import canonical_dtype, is_abstract, is_jax_array
-from t5ckpt.tree.template import unsharded_warning
 
 _WIDE_BYTES = 8
 _SHOWN = 5
@@ -157,8 +156,10 @@ def _warn_if_unsharded(plan: RestorePlan, request: RestoreRequest, template: Lea
 
     names = [read.name for read in reads if read.template.shape and is_abstract(template[read.path])]
     if names and saved_over > 1 and jax.device_count() > 1:
-        warning = unsharded_warning(
+        text = (
             f'{some_of(names, _SHOWN)}: the template names no sharding, so each is restored to one device; the checkpoint was '
-            f'saved from {saved_over} devices.'
+            f'saved from {saved_over} devices. Attach shardings to the template: jax.eval_shape(jax.jit(init, '
+            'out_shardings=...)), or jax.ShapeDtypeStruct(shape, dtype, sharding=...). If one device is meant: '
+            'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]). If the host is meant, as for jax.pmap: NumPy arrays.'
         )
-        request.notices.warn('unsharded', warning)
+        request.notices.warn('unsharded', UnshardedTemplateWarning(text))

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5ckpt.core.call_site import Notices
-from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.text import counted, lines, listed, some_of
+from t5ckpt.core.leaf_path import Path
+from t5ckpt.core.text import counted, lines, listed
 from t5ckpt.errors import LeafProblem, T5CkptError, TemplateMismatchWarning, TreeMismatchError
 from t5ckpt.planning.restore_plan import RestoreOptions, plan_restore
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.leaves import is_abstract, leaf_devices, leaf_template, most_devices
-from t5ckpt.tree.template import leaf_templates, unsharded_warning
+from t5ckpt.tree.leaves import leaf_template
+from t5ckpt.tree.template import leaf_templates
 from t5ckpt.tree.train_state import flatten_state
 
 
@@ -41,7 +41,6 @@ class TemplateCheck:
         self._is_strict = is_strict
         self._checked: list[Any] | None = None
         self._problems: Sequence[LeafProblem] = ()
-        self._has_looked_at_shardings = False
 
     def check(self, state: Any, table: LeafTable, step: int, options: RestoreOptions, *, warns: bool) -> None:
         """Warns once about each difference that would make a restore with these options fail; ``warns`` is set in one process.
@@ -57,25 +56,6 @@ class TemplateCheck:
             self._checked = seen
         if self._problems and (warns or self._is_strict):
             self._warn(step)
-
-    def check_shardings(self, table: LeafTable, step: int) -> None:
-        """Warns, at the first save, of leaves on several devices that have no sharding in an abstract template."""
-        if self._has_looked_at_shardings:
-            return
-        # Flattening the template takes as long as the plan of a save of many small leaves.
-        template = flatten_state(self._template).table if most_devices(table.values()) > 1 else {}
-        names = [
-            leaf_name(path)
-            for path, leaf in template.items()
-            if is_abstract(leaf) and leaf.sharding is None and leaf.shape and leaf_devices(table.get(path)) > 1
-        ]
-        if names:
-            warning = unsharded_warning(
-                f'{some_of(names, 5)}: step {step} is saved from several devices, but the template of this checkpointer '
-                'names no sharding, so each is restored to one device.'
-            )
-            self._notices.warn('unsharded', warning)
-        self._has_looked_at_shardings = True
 
     def _differences(self, table: LeafTable, seen: list[Any], options: RestoreOptions) -> Sequence[LeafProblem]:
         try:

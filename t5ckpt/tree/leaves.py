@@ -183,18 +183,12 @@ def processes_of(sharding: Any) -> frozenset[int]:
     return frozenset(device.process_index for device in sharding.device_set)
 
 
-def leaf_devices(leaf: Any) -> int:
-    """The number of devices of a leaf; 1 for a leaf that is not a jax.Array."""
-    # A tracer has no such attribute.
-    sharding = getattr(leaf, 'sharding', None) if is_jax_array(leaf) else None
-    return 1 if sharding is None else len(sharding.device_set)
-
-
 def most_devices(leaves: Iterable[Any]) -> int:
     """The largest number of devices of any leaf."""
-    # Many leaves share few shardings, and each call of leaf_devices makes a set.
-    distinct = {id(getattr(leaf, 'sharding', None)): leaf for leaf in leaves if is_jax_array(leaf)}
-    return max(map(leaf_devices, distinct.values()), default=1)
+    # Many leaves share few shardings, and each call of device_set makes a set. A tracer has no sharding.
+    shardings = [getattr(leaf, 'sharding', None) for leaf in leaves if is_jax_array(leaf)]
+    distinct = {id(sharding): sharding for sharding in shardings if sharding is not None}
+    return max((len(sharding.device_set) for sharding in distinct.values()), default=1)
 
 
 def base_number(python: type) -> type:

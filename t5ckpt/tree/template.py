@@ -6,7 +6,6 @@ from typing import Any
 
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.protocols import Partitioner
-from t5ckpt.errors import UnshardedTemplateWarning
 from t5ckpt.tree.leaf_table import lookup
 from t5ckpt.tree.leaves import LeafTemplate, leaf_template
 from t5ckpt.tree.train_state import BARE_ARRAY, StateView
@@ -35,13 +34,3 @@ def axes_tree(partitioner: Partitioner, state: Any) -> Any:
     if isinstance(axes, PartitionSpec):
         return {BARE_ARRAY[0]: axes}
     return axes.state_dict() if hasattr(axes, 'state_dict') else axes
-
-
-def unsharded_warning(text: str) -> UnshardedTemplateWarning:
-    """The warning of a template without shardings, with the code that attaches them."""
-    cure = (
-        'Attach shardings to the template: jax.eval_shape(jax.jit(init, out_shardings=...)), or '
-        'jax.ShapeDtypeStruct(shape, dtype, sharding=...). If one device is meant: '
-        'sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]). If the host is meant, as for jax.pmap: NumPy arrays.'
-    )
-    return UnshardedTemplateWarning(f'{text} {cure}')

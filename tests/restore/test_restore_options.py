@@ -114,17 +114,16 @@ ROWS = NamedSharding(partitioner.mesh((4,), ('x',)), PartitionSpec('x'))
 SHARDINGS = {'w': ROWS, 'step': NamedSharding(ROWS.mesh, PartitionSpec())}
 
 
-def test_a_template_without_shardings_gives_one_warning_at_the_first_save_and_one_at_a_restore(tmp_path):
+def test_a_template_without_shardings_gives_one_warning_at_a_restore(tmp_path):
     sharded_init = jax.jit(init, out_shardings=SHARDINGS)
     state = sharded_init()
     told = 'names no sharding, so each is restored to one device'
     with Checkpointer(jax.eval_shape(init), checkpoints_dir=tmp_path) as ck:
-        with pytest.warns(UnshardedTemplateWarning, match=f'^w: step 1 is saved from several devices.*{told}.*NumPy'):
-            ck.save(state)
-        ck.save({**state, 'step': jnp.int32(2)})
-        ck.restore()
+        ck.save(state)
     with Checkpointer(jax.eval_shape(init), checkpoints_dir=tmp_path) as ck:
-        with pytest.warns(UnshardedTemplateWarning, match=f'^w: the template {told}.* saved from 4 devices') as caught:
+        with pytest.warns(
+            UnshardedTemplateWarning, match=f'^w: the template {told}.* saved from 4 devices.*NumPy'
+        ) as caught:
             assert len(ck.restore()['w'].sharding.device_set) == 1
         assert (len(caught), caught[0].filename) == (1, __file__)
         ck.restore()

@@ -7,7 +7,7 @@ import errno
 import time
 from collections.abc import Generator, Iterator
 
-from t5ckpt.errors import CheckpointExistsError, StorageError
+from t5ckpt.errors import StorageError
 from t5ckpt.storage import Storage
 
 # The pauses between attempts.
@@ -22,15 +22,6 @@ class StepTakenError(Exception):
 
 class BeingHiddenError(StorageError, StepTakenError):
     """Another process is replacing or deleting the step."""
-
-
-@contextlib.contextmanager
-def taken_step_exists(cure: str) -> Generator[None]:
-    """Raises a StepTakenError as the error of the public functions, with the sentence that says what to do."""
-    try:
-        yield
-    except StepTakenError as error:
-        raise CheckpointExistsError(f'{error}. {cure}') from error
 
 
 def attempts(seconds: float) -> Iterator[None]:

@@ -28,7 +28,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
-from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.markers import HIDE, HORIZON_SECONDS, Marker
@@ -39,7 +38,6 @@ from t5ckpt.commit.removal import (
     copy_positions,
     directories_of,
     end_work,
-    hide_directory,
     move_aside,
     remove_unnamed,
 )
@@ -59,7 +57,7 @@ from t5ckpt.errors import (
     T5CkptError,
     UnsupportedFormatError,
 )
-from t5ckpt.format.facts import Facts, encode_facts
+from t5ckpt.format.facts import Facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of
 from t5ckpt.format.manifest import file_with_facts
 from t5ckpt.format.names import MANIFEST, PINNED, file_checksums_name, parse_prefixed_step, step_dir
@@ -263,29 +261,6 @@ class Transaction:
             return manifest, None
         return manifest, relocated_facts(facts, manifest, self.generation, where)
 
-    def commit_with_checksums(
-        self,
-        manifest: bytes,
-        base: Facts,
-        files: Mapping[str, FileEntry],
-        directories: Sequence[str],
-    ) -> int:
-        """Writes the file checksums of a write by one process, and commits with the facts.
-
-        Args:
-          manifest: the file's bytes.
-          base: as for :meth:`facts`.
-          files: the other files that were written, relative to the directory of the checkpoint.
-          directories: as for :meth:`commit`, with the same errors.
-
-        Returns:
-          The bytes of all these files, of the manifest and of the file checksums.
-        """
-        entry = write_checksums(self.storage, join(self.directory, self.generation), 0, files)
-        own_files = {MANIFEST: entry_of(manifest), file_checksums_name(0): entry}
-        self.commit(manifest, encode_facts(self.facts(base, own_files)), directories)
-        return sum(size for size, _ in (*files.values(), *own_files.values()))
-
     def commit(self, manifest: bytes, facts: bytes | None, directories: Sequence[str]) -> None:
         """Makes the written directory the checkpoint of its step.
 
@@ -327,8 +302,8 @@ class Transaction:
                 # A reader that holds or pins the step from now on waits until it is replaced.
                 marker.update(HIDE, self._old)
             if self._overwrites:
-                old = ListedStep(self.step, self._final)
-                check_not_kept(storage, old, held_steps(storage, self._clock), 'replaced', even_waiting=True)
+                held = held_steps(storage, self._clock)
+                check_not_kept(storage, self.step, held, 'replaced', even_waiting=True)
             marker.check()
             if not by_rename:
                 self._put(data)
@@ -360,7 +335,7 @@ class Transaction:
                 check_known(storage, final)
             if self._exchange(found):
                 return
-            hide_directory(storage, self.step, aside, self._clock)
+            storage.publish(final, aside)
         while True:
             try:
                 storage.publish(self.directory, final)

@@ -2,7 +2,7 @@
 
 Whatever a save or a deletion writes or hides has a name that its marker states before (``commit/markers.py``), so only these
 are looked at: what one names is removed when it is due, and then the marker. On a file system it is due when its owner, a process
-of this machine, has ended; else two horizons after it was written, by the clock of ``commit/run_clock.py``. Expired holds are
+of this machine, has ended; else two horizons after it was written, by the clock of ``markers.run_clock``. Expired holds are
 removed. So is a file that was written in part, after an hour: until then, its writer may be alive. T5X's temporary directories
 have no marker, and stay.
 """
@@ -12,12 +12,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from t5ckpt.catalog.run_catalog import BucketListing, announcement_directory, announcements, list_bucket
 from t5ckpt.commit.deletion import remove_pin
 from t5ckpt.commit.holds import expiry
-from t5ckpt.commit.markers import HORIZON_SECONDS, Record, is_due, read_marker
+from t5ckpt.commit.markers import (
+    HORIZON_SECONDS,
+    Record,
+    RunListing,
+    announcement_directory,
+    is_due,
+    list_run,
+    read_marker,
+    run_clock,
+)
 from t5ckpt.commit.removal import end_work, remove_unnamed
-from t5ckpt.commit.run_clock import run_clock
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, StorageError, T5CkptError
@@ -27,27 +34,26 @@ from t5ckpt.storage import Storage
 _log = logging.getLogger('t5ckpt')
 
 
-def collect(storage: Storage, clock: Clock) -> BucketListing | None:
+def collect(storage: Storage, clock: Clock) -> RunListing:
     """Removes what dead writers, deleters and readers have left; what cannot be removed is logged, and does not stop the rest.
 
     Returns:
-      The names, holds and markers that it has listed on an object store.
+      What it has listed.
     """
-    listed = None if storage.commits_by_rename else list_bucket(storage)
-    announced = announcements(storage) if listed is None else listed.announcements
+    listed = list_run(storage)
     now = run_clock(storage, clock)
     directory = announcement_directory(storage)
-    expired = [join(directory, hold.name) for hold in announced.holds if expiry(storage, hold) < now()]
-    _remove_files(storage, expired + [name for name in announced.partial if _is_old(storage, name, now)])
+    expired = [join(directory, hold.name) for hold in listed.holds if expiry(storage, hold) < now()]
+    _remove_files(storage, expired + [name for name in listed.partial if _is_old(storage, name, now)])
     # By step; a failed save of many processes leaves one marker of each.
     due: dict[int, dict[MarkerName, Record]] = {}
-    for marker in announced.markers:
+    for marker in listed.markers:
         record = _due_record(storage, marker, now)
         if record is not None:
             due.setdefault(marker.step, {})[marker] = record
     for step, work in sorted(due.items()):
         try:
-            if listed is None:
+            if storage.commits_by_rename:
                 for marker in work:
                     end_work(storage, step, *work_dirs(step, marker.nonce), clock)
             elif remove_unnamed(storage, step, frozenset[str]().union(*(each.directories for each in work.values()))):
@@ -55,7 +61,7 @@ def collect(storage: Storage, clock: Clock) -> BucketListing | None:
             storage.delete_files([marker.key for marker in work])
         except T5CkptError as error:
             _log.warning('t5ckpt: could not collect %s: %s', storage.url(step_dir(step)), error)
-            if listed is not None and isinstance(error, AccessDeniedError):
+            if isinstance(error, AccessDeniedError) and not storage.commits_by_rename:
                 break
         else:
             _log.info('t5ckpt: removed what was left of %s', storage.url(step_dir(step)))

@@ -27,9 +27,7 @@ from collections.abc import Generator, Iterable
 
 from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.pin_file import NO_REASON, pin_text
-from t5ckpt.catalog.run_catalog import announcement_directory
-from t5ckpt.commit.markers import is_about_to_hide
-from t5ckpt.commit.run_clock import CLOCK_SECONDS, run_clock
+from t5ckpt.commit.markers import CLOCK_SECONDS, announcement_directory, is_about_to_hide, run_clock
 from t5ckpt.commit.taken_steps import BeingHiddenError, attempts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
@@ -139,7 +137,7 @@ def held_steps(storage: Storage, clock: Clock, holds: Iterable[Hold] | None = No
 
 
 def expiry(storage: Storage, file: Hold) -> float:
-    """The time at which a hold expires, by :func:`~t5ckpt.commit.run_clock.run_clock`."""
+    """The time at which a hold expires, by :func:`~t5ckpt.commit.markers.run_clock`."""
     # A reader writes its file once.
     written = storage.modified(join(announcement_directory(storage), file.name))
     return file.until + CLOCK_SECONDS if written is None else written + file.seconds

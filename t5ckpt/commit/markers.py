@@ -18,6 +18,11 @@ other. A deleter that has neither hidden the step nor given up may do so until i
 held.
 
 Only garbage collection removes the marker of work that removed files, since requests for these files may still arrive.
+
+On a file system, holds and markers expire by the modification times of their files. The current time is that of a file that the
+observer has just written beside them. The file server sets both times, so the clocks of hosts do not matter. Where it cannot be
+read, as on a full disk, nothing expires. TensorStore does not return the modification times of objects. On an object store, the
+time in the hold or marker, by the clock of its owner, is compared with the clock of the observer. The two may differ by ten minutes.
 """
 
 from __future__ import annotations
@@ -26,17 +31,30 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from t5ckpt.commit.run_clock import CLOCK_SECONDS
+from t5ckpt.catalog.listing import step_names
 from t5ckpt.commit.writers import has_ended, is_local, open_nonces, writer_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
-from t5ckpt.errors import CheckpointNotFoundError, NoSpaceError, StorageError, T5CkptError
-from t5ckpt.format.names import BUSY_PREFIX, INDEX, MarkerName, busy_key, generation_dir, parse_marker, work_dirs
+from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, NoSpaceError, StorageError, T5CkptError
+from t5ckpt.format.names import (
+    BUSY_PREFIX,
+    HOLD_PREFIX,
+    INDEX,
+    PARTIAL_SUFFIX,
+    Hold,
+    MarkerName,
+    busy_key,
+    generation_dir,
+    parse_hold,
+    parse_marker,
+    work_dirs,
+)
 from t5ckpt.storage import Storage
 
 SAVE = 'save'
@@ -48,7 +66,70 @@ HORIZON_SECONDS = 3600.0
 _MAX_SECONDS = 1e8
 SLOWEST_RATE = 2e6
 """The bytes in a second that every process writes at least; more bytes have a longer horizon."""
+CLOCK_SECONDS = 600.0
+"""The most by which the clocks of machines that share a run on an object store may differ."""
 _log = logging.getLogger('t5ckpt')
+
+
+def run_clock(storage: Storage, clock: Clock) -> Clock:
+    """Returns the clock by which the holds and markers of a run expire; on file systems it writes its file at the first call.
+
+    Args:
+      storage: the run.
+      clock: unix seconds of this machine, for object stores and for a run that may only be read.
+    """
+    offset: float | None = None
+
+    def now() -> float:
+        nonlocal offset
+        if offset is None:
+            try:
+                server_time = storage.server_time(f'{HOLD_PREFIX}{secrets.token_hex(8)}{PARTIAL_SUFFIX}')
+            except AccessDeniedError:
+                return clock()
+            except StorageError:
+                server_time = None
+            if server_time is None:
+                return -math.inf if storage.commits_by_rename else clock()
+            offset = server_time - time.monotonic()
+        return time.monotonic() + offset
+
+    return now
+
+
+@dataclasses.dataclass(frozen=True)
+class RunListing:
+    """The holds and markers in one listing, including expired ones; on an object store, the names in the run, too.
+
+    Attributes:
+      markers: of unfinished work.
+      holds: of readers.
+      partial: the names of those that a process is writing, or was writing when it was killed.
+      names: on an object store, those that may be steps, complete or not.
+    """
+
+    markers: tuple[MarkerName, ...]
+    holds: tuple[Hold, ...]
+    partial: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+def announcement_directory(storage: Storage) -> str:
+    """The directory of the holds and, on file systems, the markers."""
+    return '' if storage.commits_by_rename else INDEX
+
+
+def list_run(storage: Storage) -> RunListing:
+    """The holds and markers of the run, from one listing; on an object store, the names that may be steps, from another."""
+    at_top = storage.commits_by_rename
+    names = () if at_top else tuple(step_names(storage))
+    keys = storage.names('', (HOLD_PREFIX, BUSY_PREFIX)) if at_top else [key for key, _ in storage.walk(INDEX)]
+    return RunListing(
+        tuple(filter(None, map(parse_marker, keys))),
+        tuple(filter(None, (parse_hold(key.removeprefix(f'{INDEX}/')) for key in keys))),
+        tuple(key for key in keys if key.endswith(PARTIAL_SUFFIX)),
+        names,
+    )
 
 
 def seconds_for(nbytes: int, rate: float = SLOWEST_RATE) -> float:
@@ -245,7 +326,7 @@ def _has_decided(storage: Storage, marker: MarkerName, clock: Clock) -> bool:
 
 
 def is_due(storage: Storage, marker: MarkerName, record: Record, clock: Clock) -> bool:
-    """Whether other processes may remove what a marker names; ``clock`` is that of ``commit/run_clock.py``."""
+    """Whether other processes may remove what a marker names; ``clock`` is that of :func:`run_clock`."""
     if not storage.commits_by_rename:
         return marker.due < clock()
     if is_local(record.owner):

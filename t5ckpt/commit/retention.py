@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from t5ckpt.catalog.layouts import ListedStep, inspected, readable
 from t5ckpt.catalog.listing import dataset_steps_in, facts_of, listing, newest, steps_in, waiting_steps
 from t5ckpt.catalog.locate import no_checkpoint
-from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.deletion import announced, find_step, hide
 from t5ckpt.commit.holds import held_steps
-from t5ckpt.commit.removal import check_known, check_not_kept, directories_of
+from t5ckpt.commit.markers import RunListing
+from t5ckpt.commit.removal import check_not_kept, directories_of
 from t5ckpt.commit.taken_steps import locked
 from t5ckpt.core.arguments import integer
 from t5ckpt.core.keys import join
@@ -93,7 +93,7 @@ class Retention:
       policy: the keep policy.
       keep_datasets: how many steps keep the states of data iterators; None for all.
       decided: the steps about which the policy decides, as of the latest plan.
-      listed: what the garbage collection of the save has listed on an object store; used once.
+      listed: what the garbage collection of the save has listed; used once.
     """
 
     may_be_away = False
@@ -110,7 +110,7 @@ class Retention:
         self.policy = policy
         self.keep_datasets = keep_datasets
         self.decided: Sequence[StepInfo] = ()
-        self.listed: BucketListing | None = None
+        self.listed: RunListing | None = None
         self._storage = storage
         self._clock = clock
         self._source = source
@@ -165,9 +165,6 @@ class Retention:
         for each in steps:
             try:
                 facts[each.step] = self._facts_of(each)
-            except UnsupportedFormatError:
-                # The deletion names the newer program.
-                pass
             except T5CkptError as error:
                 if isinstance(error, StorageError) and not self._storage.commits_by_rename:
                     raise
@@ -243,24 +240,16 @@ class Retention:
 
     def plan(self) -> list[Decision]:
         """Decides for each step whether it stays, ascending."""
-        return [self._known_or_kept(decision) for decision in self._plan(None)]
-
-    def _known_or_kept(self, decision: Decision) -> Decision:
-        try:
-            if not decision.keep:
-                check_known(self._storage, step_dir(decision.step))
-        except UnsupportedFormatError as error:
-            return Decision(decision.step, True, str(error), overruled=True)
-        return decision
+        return self._plan(None)
 
     def _plan(self, just_saved: int | None) -> list[Decision]:
-        """As :meth:`plan`. The deletion itself refuses a step of a newer program, so its manifest is not read twice."""
+        """As :meth:`plan`."""
         listed, self.listed = self.listed, None
-        if listed is None or just_saved is None:
+        if listed is None or just_saved is None or self._storage.commits_by_rename:
             steps, holds = listing(self._storage), None
         else:
             # The next save finds the steps that another process has saved since, and hiding looks for holds again.
-            steps, holds = inspected(self._storage, listed.names), listed.announcements.holds
+            steps, holds = inspected(self._storage, listed.names), listed.holds
             own = ListedStep(just_saved, step_dir(just_saved))
             steps = sorted([own, *(each for each in steps if each.step != just_saved)], key=lambda each: each.step)
         undecided = _undecided(self._storage, steps)

@@ -28,9 +28,8 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
-from t5ckpt.catalog.run_catalog import BucketListing
 from t5ckpt.commit.holds import held_steps
-from t5ckpt.commit.markers import HIDE, HORIZON_SECONDS, Marker
+from t5ckpt.commit.markers import HIDE, HORIZON_SECONDS, Marker, RunListing
 from t5ckpt.commit.occupancy import is_remnant, occupant_of
 from t5ckpt.commit.removal import (
     check_known,
@@ -116,7 +115,7 @@ class Transaction:
         *,
         overwrite: bool = False,
         seconds: float = HORIZON_SECONDS,
-        listed: BucketListing | None = None,
+        listed: RunListing | None = None,
         is_shared: bool = False,
         replaced: str = '',
     ):

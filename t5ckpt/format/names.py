@@ -21,7 +21,7 @@ t5ckpt's names:
     checkpoint_<step>/t5ckpt.<hex>.json    on object stores, in the earlier layout, the facts of one save
     held_<step>.<unix>.<who>s<seconds>     a hold of a reader, for <seconds>, until <unix>: the step is not deleted
     busy_<step>.<unix>.<who>               a marker: the step is being written or deleted, see ``commit/markers.py``
-    .t5ckpt/                               on object stores, markers and holds, see ``catalog/run_catalog.py``
+    .t5ckpt/                               on object stores, markers and holds, see ``commit/markers.py``
 
 :func:`foreign_keys` is the only place that decides which files in a step's directory belong to T5X or t5ckpt.
 """

@@ -11,7 +11,7 @@ import os
 import weakref
 
 from t5ckpt.storage.base import Lock
-from t5ckpt.storage.checked_rename import leads_to
+from t5ckpt.storage.durable import leads_to
 
 _open_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 

@@ -21,9 +21,9 @@ from t5ckpt.core.standard_descriptors import open_standard_descriptors
 from t5ckpt.errors import StorageError
 from t5ckpt.format.file_checksums import FileEntry
 from t5ckpt.storage.base import Entry, Storage
-from t5ckpt.storage.checked_rename import check_renamed
 from t5ckpt.storage.directory_lock import DirectoryLock, lock_directory
 from t5ckpt.storage.durable import (
+    check_renamed,
     exchange_durably,
     make_dir_durably,
     rename_durably,

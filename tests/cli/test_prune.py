@@ -19,11 +19,11 @@ import t5ckpt
 from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
 from t5ckpt.catalog.locate import refuse_other_contents
 from t5ckpt.catalog.pin_file import pin_reason
-from t5ckpt.catalog.run_catalog import announcement_directory
 from t5ckpt.cli.app import app
 from t5ckpt.commit.deletion import hide
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
+from t5ckpt.commit.markers import announcement_directory
 from t5ckpt.commit.retention import Retention, remove_positions
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.storage import open_storage

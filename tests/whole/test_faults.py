@@ -15,8 +15,8 @@ from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
-from t5ckpt.catalog.run_catalog import announcement_directory
 from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.markers import announcement_directory
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.core.keys import join
 from t5ckpt.format.names import hold_file

@@ -9,7 +9,7 @@ import click
 
 from t5ckpt.cli.paths import CHECKPOINT
 from t5ckpt.cli.show import opened, selected
-from t5ckpt.cli.verb import COUNT, FOLLOW_LINKS, LAYERS, argument, emit, flag, option, progress, table, verb
+from t5ckpt.cli.verb import COUNT, FOLLOW_LINKS, argument, emit, flag, option, progress, table, verb
 from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.diff import CheckpointDiff, LeafDiff, diff as differences
 from t5ckpt.inspection.view import CheckpointView
@@ -26,11 +26,10 @@ from t5ckpt.inspection.view import CheckpointView
         COUNT,
     ),
     flag('--by-layer', 'Print one row per layer: the sum over its leaves.'),
-    LAYERS,
     flag('--no-values', 'Compare only names, shapes and dtypes; read no array.'),
     FOLLOW_LINKS,
 )
-def diff(a: str, b: str, pattern: str | None, top: int | None, layers: str | None, **flags: bool) -> int:
+def diff(a: str, b: str, pattern: str | None, top: int | None, **flags: bool) -> int:
     """Compares the checkpoints A and B: leaves added and removed, and changed shapes, dtypes and values.
 
     PATTERN is a name, a group, or a regular expression for complete names, such as 'target/.*/kernel'; default: all leaves.
@@ -45,13 +44,13 @@ def diff(a: str, b: str, pattern: str | None, top: int | None, layers: str | Non
       t5ckpt diff run/checkpoint_1000 orbax_run/1000 --json
       t5ckpt diff run@latest weights target && echo 'the same weights'
     """
-    by_layer = flags['by_layer'] or layers is not None
+    by_layer = flags['by_layer']
     if (top is not None or by_layer) and flags['no_values']:
         raise click.UsageError(
-            '--top, --by-layer and --layers compare values, which --no-values does not read. Leave --no-values out.'
+            '--top and --by-layer compare values, which --no-values does not read. Leave --no-values out.'
         )
     views = _selected([opened(path, flags['follow_links']) for path in (a, b)], pattern)
-    found = differences(*views, values=not flags['no_values'], layers=layers, progress=progress('comparing'))
+    found = differences(*views, values=not flags['no_values'], progress=progress('comparing'))
     leaves, sums = found.leaves, found.by_layer()
     if top is not None:
         leaves, sums = _first(found, top), sorted(sums, key=lambda layer: -layer.weight)[:top]

@@ -7,11 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import click
-
 from t5ckpt.catalog.locate import locate
 from t5ckpt.cli.paths import LATER, OTHER, checkpoint
-from t5ckpt.cli.verb import LAYERS, STEPS, argument, emit, flag, option, progress, size, verb
+from t5ckpt.cli.verb import STEPS, argument, emit, flag, option, progress, size, verb
 from t5ckpt.core.text import human_bytes
 from t5ckpt.inspection.report.page import SAMPLE_BYTES
 from t5ckpt.inspection.runs import Run
@@ -35,10 +33,9 @@ def _sample(text: str) -> int | None:
         default=f'{SAMPLE_BYTES // 10**6}MB',
         show_default=True,
     ),
-    LAYERS,
     flag('--force', 'Replace the file.'),
 )
-def report(path: str, output: str, steps: Sequence[int], layers: str | None, **how: Any) -> None:
+def report(path: str, output: str, steps: Sequence[int], **how: Any) -> None:
     """Writes one HTML page, which a browser opens without a server or a network.
 
     For a run, the page shows the steps with sizes, metrics and the reason to keep each; the tree, statistics and a histogram of
@@ -58,9 +55,7 @@ def report(path: str, output: str, steps: Sequence[int], layers: str | None, **h
     run = Run(located.storage)
     how['progress'] = progress('reading')
     if located.step is not None and located.step in run.steps:
-        written = run.report(output, steps=steps or (located.step,), layers=layers, **how)
-    elif layers is not None:
-        raise click.UsageError('--layers divides the changes between two steps of a run. Leave it out.')
+        written = run.report(output, steps=steps or (located.step,), **how)
     else:
         written = open_checkpoint(path).report(output, **how)
     size, seconds = os.path.getsize(written), time.monotonic() - started

@@ -106,9 +106,6 @@ FOLLOW_LINKS = flag('--follow-links', 'Follow symbolic links that lead out of th
 MODE = option(
     '--mode', 'Which value is best; default: that of the keep policy of the run.', click.Choice(['max', 'min'])
 )
-LAYERS = option(
-    '--layers', "Arrays that hold several layers, which are divided: 'axis 0 of params/layers/.*'.", metavar='AXIS'
-)
 TIER = option(
     '--tier',
     'If PATH is in a local directory (LocalTier): its steps, those of the run to which they are uploaded, or both.',

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -27,7 +27,6 @@ _STRIP_BYTES = 256 * 2**10
 _PIECE = 2**16
 # The most blocks in a batch of small leaves, so that threads share the work evenly.
 _BATCH = 500
-Key = TypeVar('Key')
 Sum = TypeVar('Sum')
 
 
@@ -157,33 +156,33 @@ def pieces_of(block: np.ndarray) -> Iterator[np.ndarray]:
 
 def sums_by_leaf(
     infos: Sequence[LeafInfo],
-    sums_of: Callable[[Block], Mapping[Key, Sum]],
+    sum_of: Callable[[Block], Sum],
     merge: Callable[[Sum, Sum], Sum],
     meter: Meter,
     sample_bytes: int | None = None,
-) -> dict[Key, Sum]:
-    """Applies a function to all blocks of leaves, or of a sample of them, in threads, one per core; merges its results.
+) -> dict[str, Sum]:
+    """Applies a function to all blocks of leaves, or of a sample of them, in threads, one per core; merges its results by leaf.
 
     Args:
       infos: the leaves.
-      sums_of: returns a result for the block's leaf, or for each of its parts.
+      sum_of: the function.
       merge: joins the results of two blocks.
       meter: counts the bytes of the blocks.
       sample_bytes: see ``blocks_in``.
 
     Raises:
-      T5CkptError: from ``sums_of``.
+      T5CkptError: from ``sum_of``.
     """
 
-    def sums_of_batch(batch: list[Block]) -> list[tuple[Block, Mapping[Key, Sum]]]:
-        return [(block, sums_of(block)) for block in batch]
+    def sums_of_batch(batch: list[Block]) -> list[tuple[Block, Sum]]:
+        return [(block, sum_of(block)) for block in batch]
 
-    sums: dict[Key, Sum] = {}
+    sums: dict[str, Sum] = {}
     for _, results in in_threads(_batches_of(blocks_in(infos, sample_bytes)), sums_of_batch, os.cpu_count() or 1):
         if isinstance(results, T5CkptError):
             raise results
-        for block, parts in results:
-            for key, part in parts.items():
-                sums[key] = merge(sums[key], part) if key in sums else part
+        for block, part in results:
+            name = block.leaf.name
+            sums[name] = merge(sums[name], part) if name in sums else part
             meter.add(block.nbytes)
     return sums

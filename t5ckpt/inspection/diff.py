@@ -10,17 +10,17 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t5ckpt.core.arguments import check_word
-from t5ckpt.core.leaf_path import Path, leaf_name, path_of
+from t5ckpt.core.leaf_path import leaf_name, path_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import counted
 from t5ckpt.inspection.block_iteration import Block, bytes_in, pieces_of, sums_by_leaf
-from t5ckpt.inspection.layers import Stack, layers_of, stacks_of
+from t5ckpt.inspection.layers import layers_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.inspection.stats import Moments, moments_of_piece
 from t5ckpt.inspection.tables import pandas, table_html, table_text
@@ -72,14 +72,12 @@ class CheckpointDiff:
       a, b: the paths.
       leaves: the leaves that differ, in the order of the leaves.
       same: the number of leaves that are equal bit by bit.
-      parts: ``leaves``; of an array that holds several layers, the parts that differ, with names such as ``layers[3]/kernel``.
     """
 
     a: str
     b: str
     leaves: tuple[LeafDiff, ...]
     same: int
-    parts: tuple[LeafDiff, ...]
 
     def __bool__(self) -> bool:
         """Whether any leaf differs."""
@@ -101,14 +99,14 @@ class CheckpointDiff:
     def by_layer(self) -> list[LeafDiff]:
         """The sum over the leaves of each layer whose values differ; ``what`` is 'layer', and ``a`` counts the leaves."""
         by_layer: dict[str, list[LeafDiff]] = {}
-        for leaf in _compared(self.parts):
+        for leaf in _compared(self.leaves):
             by_layer.setdefault(self.layers[leaf.name][0], []).append(leaf)
         return [_summed(name, leaves) for name, leaves in by_layer.items()]
 
     @functools.cached_property
     def layers(self) -> dict[str, tuple[str, str]]:
-        """The layer and the parameter in it of each of ``parts``, by its name."""
-        return {leaf_name(path): found for path, found in layers_of(path_of(leaf.name) for leaf in self.parts).items()}
+        """The layer and the parameter in it of each of ``leaves``, by its name."""
+        return {leaf_name(path): found for path, found in layers_of(path_of(leaf.name) for leaf in self.leaves).items()}
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each leaf that differs."""
@@ -154,7 +152,7 @@ def _relative(delta: float, norm: float) -> float:
 
 
 class _Change(NamedTuple):
-    """Of a part of a leaf: whether all bits are equal, the moments of a, and those of abs(b - a)."""
+    """Of a block of a leaf: whether all bits are equal, the moments of a, and those of abs(b - a)."""
 
     same: bool = True
     a: Moments = Moments()
@@ -177,7 +175,6 @@ def diff(
     b: str | os.PathLike[str] | CheckpointView,
     *,
     values: bool = True,
-    layers: str | None = None,
     sample_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> CheckpointDiff:
@@ -187,41 +184,33 @@ def diff(
       a: the first checkpoint: a path as for ``open_checkpoint``, or a view, which may be a part of a checkpoint.
       b: the second one, in the same or another format.
       values: False compares only names, shapes and dtypes, and reads no array.
-      layers: which arrays hold several layers, stacked along an axis: ``'axis 0 of params/layers/.*'``, with a pattern of their
-        names. ``by_layer`` divides them. None divides the arrays below Haliax's ``stacked``, and those of flax's scan where
-        names and shapes leave no doubt.
       sample_bytes: about how many bytes of each side to compare, spread evenly over the leaves; None compares all of them.
       progress: called with (bytes compared, bytes to compare).
 
     Raises:
-      ValueError: ``layers`` matches no array that has this axis, or no values are compared.
+      CheckpointNotFoundError, FormatError: see ``open_checkpoint``.
     """
-    if layers is not None and not values:
-        raise ValueError('layers: values=False compares no values, which layers would divide. Leave one of them out.')
     first, second = (view if isinstance(view, CheckpointView) else open_checkpoint(view) for view in (a, b))
-    stacks = stacks_of([*first.infos(), *second.infos()], layers)
     before, after = ({info.name: info for info in view.infos()} for view in (first, second))
     found = {name: _compare_facts(name, before.get(name), after.get(name)) for name in {**before, **after}}
     arrays = [before[name] for name, leaf in found.items() if leaf is None or leaf.what == 'dtype'] if values else []
     arrays = [info for info in arrays if info.dtype]
     meter = Meter(progress, bytes_in(arrays, sample_bytes))
     with first.in_one() as one, second.in_one() as other:
-        sums = sums_by_leaf(arrays, _changes_in(one, other, stacks), _Change.merged, meter, sample_bytes)
-    changes: dict[str, dict[str, _Change]] = {info.name: {} for info in arrays}
-    for (name, part), change in sums.items():
-        changes[name][part] = change
+
+        def change_of(block: Block) -> _Change:
+            a, b = (np.asarray(view[block.leaf.name][block.index]) for view in (one, other))
+            return functools.reduce(_Change.merged, map(_change_of_piece, pieces_of(a), pieces_of(b)), _Change())
+
+        changes = sums_by_leaf(arrays, change_of, _Change.merged, meter, sample_bytes)
     differing: list[LeafDiff] = []
-    parts: list[LeafDiff] = []
     for name, by_facts in found.items():
-        each = changes.get(name, {})
-        whole = functools.reduce(_Change.merged, each.values(), _Change())
-        if by_facts is None and whole.same:
+        change = changes.get(name, _Change())
+        if by_facts is None and change.same:
             continue
         leaf = by_facts or LeafDiff(name, 'values', _text(before[name]), _text(after[name]))
-        differing.append(whole.on(leaf) if name in changes else leaf)
-        of_layers = [part.on(dataclasses.replace(leaf, name=at)) for at, part in each.items() if not part.same]
-        parts += differing[-1:] if each.keys() <= {name} else of_layers
-    return CheckpointDiff(first.path, second.path, tuple(differing), len(found) - len(differing), tuple(parts))
+        differing.append(change.on(leaf) if name in changes else leaf)
+    return CheckpointDiff(first.path, second.path, tuple(differing), len(found) - len(differing))
 
 
 def _text(info: LeafInfo | None) -> str:
@@ -245,31 +234,6 @@ def _compare_facts(name: str, a: LeafInfo | None, b: LeafInfo | None) -> LeafDif
     if a.shape != b.shape:
         return made(what='shape')
     return made(what='dtype') if a.dtype != b.dtype else None
-
-
-def _changes_in(
-    one: CheckpointView, other: CheckpointView, stacks: Mapping[Path, Stack]
-) -> Callable[[Block], dict[tuple[str, str], _Change]]:
-    """Compares a block of two views: the change by the names of the leaf and of its part, a layer of it or itself."""
-
-    def changes_of(block: Block) -> dict[tuple[str, str], _Change]:
-        leaf = block.leaf
-        a, b = (np.asarray(view[leaf.name][block.index]) for view in (one, other))
-        stack = stacks.get(leaf.path)
-        if stack is None:
-            return {(leaf.name, leaf.name): _change_of(a, b)}
-        a, b = np.moveaxis(a, stack.axis, 0), np.moveaxis(b, stack.axis, 0)
-        start = block.index[stack.axis].start
-        return {
-            (leaf.name, leaf_name(stack.path(leaf.path, start + at))): _change_of(a[at, ...], b[at, ...])
-            for at in range(len(a))
-        }
-
-    return changes_of
-
-
-def _change_of(a: np.ndarray, b: np.ndarray) -> _Change:
-    return functools.reduce(_Change.merged, map(_change_of_piece, pieces_of(a), pieces_of(b)), _Change())
 
 
 def _change_of_piece(a: np.ndarray, b: np.ndarray) -> _Change:

@@ -20,7 +20,6 @@ from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.inspection.block_iteration import bytes_in
 from t5ckpt.inspection.diff import diff
 from t5ckpt.inspection.kept import named_by_policy, with_reasons
-from t5ckpt.inspection.layers import stacks_of
 from t5ckpt.inspection.report.facts import checkpoint_facts, heat_facts, largest, plain, step_facts
 from t5ckpt.inspection.report.page import SAMPLE_BYTES, checked_output, write_report
 from t5ckpt.inspection.tables import pandas, table_html, table_text
@@ -162,7 +161,6 @@ class Run(Mapping[int, CheckpointView]):
         *,
         steps: int | Sequence[int] = (),
         sample_bytes: int | None = SAMPLE_BYTES,
-        layers: str | None = None,
         force: bool = False,
         progress: Progress | None = None,
     ) -> str:
@@ -175,7 +173,6 @@ class Run(Mapping[int, CheckpointView]):
           output: the file, on a local file system.
           steps: the step to describe, or that step and the one to compare it with; the latest, and the one before, by default.
           sample_bytes: about how many bytes of each step to read, spread evenly over the leaves; None reads all of them.
-          layers: which arrays hold several layers, as in ``t5ckpt.diff``.
           force: replaces a file.
           progress: called with (bytes read, bytes to read).
 
@@ -183,7 +180,7 @@ class Run(Mapping[int, CheckpointView]):
           The absolute path of the page.
 
         Raises:
-          ValueError: more than two steps, ``sample_bytes`` is below 1, or ``layers`` matches no array or no steps are compared.
+          ValueError: more than two steps, or ``sample_bytes`` is below 1.
           CheckpointNotFoundError: there is no such step, or none at all.
           OutputExistsError: there is such a file.
           MissingDependencyError: plotly is not installed.
@@ -194,8 +191,6 @@ class Run(Mapping[int, CheckpointView]):
             [steps] if isinstance(steps, int) else steps,
             [summary.step for summary in all_steps if summary.state == 'complete'],
         )
-        if layers is not None and before is None:
-            raise ValueError('layers: no steps are compared, so no changes are divided. Pass two steps, or no layers.')
         facts: dict[str, Any] = {
             'steps': step_facts(all_steps),
             'compared': plain(named_by_policy(all_steps)),
@@ -207,15 +202,14 @@ class Run(Mapping[int, CheckpointView]):
             of_step = _part_of(progress, 0, 0 if before is None else nbytes)
             facts['checkpoint'] = {'step': step, **checkpoint_facts(view, infos, sample_bytes, of_step)}
             if before is not None:
-                earlier = self[before]
                 of_changes = _part_of(progress, 2 * nbytes, 0)
-                changes = diff(earlier, view, layers=layers, sample_bytes=sample_bytes, progress=of_changes)
-                stacks = stacks_of([*earlier.infos(), *infos], layers)
+                changes = diff(self[before], view, sample_bytes=sample_bytes, progress=of_changes)
+                leaves = [plain(dataclasses.asdict(leaf)) for leaf in changes.leaves]
                 facts['changes'] = {
                     'steps': (before, step),
                     'same': changes.same,
-                    'leaves': [plain(dataclasses.asdict(leaf)) for leaf in changes.leaves],
-                    'heat': heat_facts(largest(infos), stacks, map(dataclasses.asdict, changes.parts)),
+                    'leaves': leaves,
+                    'heat': heat_facts(largest(infos), leaves),
                 }
         return write_report(local, self.path, facts, force)
 

@@ -101,11 +101,6 @@ def _values(block: np.ndarray) -> np.ndarray:
     return np.abs(block).astype(np.float64) if block.dtype.kind == 'c' else block.astype(np.float64)
 
 
-def moments_of(block: np.ndarray) -> Moments:
-    """The moments of a block."""
-    return functools.reduce(Moments.merged, map(moments_of_piece, pieces_of(block)), Moments())
-
-
 def moments_of_piece(piece: np.ndarray) -> Moments:
     """The moments of a piece, which fits into a core's cache."""
     values = _values(piece)
@@ -193,11 +188,11 @@ def leaf_stats(
     def values_of(block: Block) -> np.ndarray:
         return np.asarray(arrays[block.leaf.name][block.index])
 
-    def moments(block: Block) -> dict[str, Moments]:
-        return {block.leaf.name: moments_of(values_of(block))}
+    def moments(block: Block) -> Moments:
+        return functools.reduce(Moments.merged, map(moments_of_piece, pieces_of(values_of(block))), Moments())
 
-    def counts(block: Block) -> dict[str, np.ndarray]:
-        return {block.leaf.name: _count(values_of(block), edges[block.leaf.name])}
+    def counts(block: Block) -> np.ndarray:
+        return _count(values_of(block), edges[block.leaf.name])
 
     found = sums_by_leaf(infos, moments, Moments.merged, meter, sample_bytes)
     stats = {info.name: found.get(info.name, Moments()).finished() for info in infos}

@@ -3,7 +3,6 @@
 import json
 import math
 import pathlib
-import shlex
 import subprocess
 import sys
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import tensorboardX
 from support.chromium import chromium, need_chromium
-from support.cli import t5ckpt_cli
 from support.facts import put_facts
 
 import t5ckpt
@@ -345,24 +343,6 @@ def test_what_changed_as_a_heat_map(page):
     assert (text.count('float32 (48, 64)'), text.count('same')) == (2, 3), 'dtype and shape are repeated'
     assert 'Changes from step 200 to 300' in text
     assert 'Of 8 leaves, 3 have other values, 5 are equal in every bit.' in text
-
-
-@pytest.mark.slow
-def test_the_heat_map_divides_stacked_layers(browser, tmp_path):
-    kernel, bias = np.ones((4, 8, 3), np.float32), np.ones((3, 8), np.float32)
-    with t5ckpt.Checkpointer(None, checkpoints_dir=tmp_path / 'run') as checkpointer:
-        for step in (1, 2):
-            weights = {'kernel': kernel.copy(), 'bias': bias}
-            weights['kernel'][:, :, 2] *= step
-            checkpointer.save({'params': {'tower': weights, 'head': {'kernel': bias}}}, step=step)
-    t5ckpt_cli('report', tmp_path / 'run', '-o', tmp_path / 'x.html', '--layers', 'axis 2 of params/tower/k.*')
-    browser.open(tmp_path / 'x.html', READY)
-    heat = browser.run('(({layout, data}) => [layout.yaxis.ticktext, data[1].z])(document.querySelector("#heat"))')
-    rows = ['head', 'tower', 'tower/kernel[0]', 'tower/kernel[1]', 'tower/kernel[2]']
-    assert heat[0] == rows
-    assert [row for row, values in zip(*heat, strict=True) if 0 in values] == ['tower/kernel[2]']
-    told = f"t5ckpt diff {tmp_path}/run@1 {tmp_path}/run@2 --layers 'axis 2 of params/tower/.*'"
-    assert t5ckpt_cli(*shlex.split(told)[1:], code=1).splitlines()[2].split()[:3] == ['params/tower[2]', '1', '1']
 
 
 @pytest.mark.slow

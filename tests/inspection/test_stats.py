@@ -4,22 +4,16 @@ import math
 import re
 import tracemalloc
 
-import equinox as eqx
-import flax.linen as nn
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 
 import t5ckpt
 from t5ckpt.inspection.block_iteration import BLOCK_BYTES, blocks_of
-from t5ckpt.inspection.layers import stacks_of
-from t5ckpt.inspection.leaf_tree import LeafInfo
-from t5ckpt.inspection.stats import moments_of
+from t5ckpt.inspection.stats import moments_of_piece
 
 
 def saved(directory, step=1, **leaves):
@@ -60,7 +54,7 @@ values = hnp.arrays(
 @hypothesis.given(array=values, cut=st.integers(0, 8))
 def test_parts_merge_to_what_numpy_says_of_the_whole(array, cut):
     flat = array.ravel()
-    stats = moments_of(flat[:cut]).merged(moments_of(flat[cut:])).finished()
+    stats = moments_of_piece(flat[:cut]).merged(moments_of_piece(flat[cut:])).finished()
     with np.errstate(all='ignore'):
         wide = (np.abs(flat) if flat.dtype.kind == 'c' else flat).astype(np.float64)
         finite = wide[np.isfinite(wide)]
@@ -343,137 +337,3 @@ def test_the_weights_that_moved_come_first_and_layers_are_summed(tmp_path):
     np.testing.assert_allclose(second.delta, math.sqrt(2000 * 0.2**2 + 50))
     np.testing.assert_allclose(second.relative, second.delta / math.sqrt(2000))
     assert (second.what, second.a, second.size, second.largest) == ('layer', '2 leaves', 2050, 1.0)
-
-
-class Mlp(nn.Module):
-    """A block for flax.linen.scan."""
-
-    @nn.compact
-    def __call__(self, x, _):
-        return nn.LayerNorm()(x + nn.Dense(x.shape[-1])(nn.Dense(7)(x))), None
-
-
-class _Scanned(nn.Module):
-    name_of_layers: str | None
-    axis: int
-
-    @nn.compact
-    def __call__(self, x):
-        layers = nn.scan(Mlp, variable_axes={'params': self.axis}, split_rngs={'params': True}, length=3)
-        return nn.Dense(2)(layers(name=self.name_of_layers)(x, None)[0])
-
-
-class _Block(eqx.Module):
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.up, self.down = eqx.nn.Linear(4, 7, key=key), eqx.nn.Linear(7, 4, key=key)
-
-
-class _Haliax(eqx.Module):
-    """The names of a Haliax model, whose arrays are stacked."""
-
-    layers: dict[str, _Block]
-    head: eqx.nn.Linear
-
-    def __init__(self):
-        keys = jax.random.split(jax.random.key(0), 3)
-        self.layers = {'stacked': eqx.filter_vmap(_Block)(keys)}
-        self.head = eqx.nn.Linear(4, 2, key=keys[0])
-
-
-class _Nnx(nnx.Module):
-    def __init__(self, rngs):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap
-        def layer(rngs):
-            return nnx.Sequential(nnx.Linear(4, 7, rngs=rngs), nnx.Linear(7, 4, rngs=rngs))
-
-        self.blocks = layer(rngs)
-        self.head = nnx.Linear(4, 2, rngs=rngs)
-
-
-def _params(model):
-    return {'params': model.init(jax.random.key(0), np.ones((2, 4), np.float32))['params']}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ('make', 'group', 'axis', 'told'),
-    [
-        (lambda: _params(_Scanned(None, 0)), 'params/ScanMlp_0', 0, None),
-        (lambda: _params(_Scanned('layers', 0)), 'params/layers', 0, None),
-        (lambda: _params(_Scanned('blocks', 1)), 'params/blocks', 1, None),
-        (lambda: _params(_Scanned('tower', 1)), 'params/tower', 1, 'axis 1 of .*/tower'),
-        (lambda: eqx.filter(_Haliax(), eqx.is_array), 'layers/stacked', 0, None),
-        (lambda: nnx.to_pure_dict(nnx.state(_Nnx(nnx.Rngs(0)))), 'blocks', 0, 'axis 0 of blocks'),
-    ],
-)
-def test_stacked_layers_are_divided(tmp_path, make, group, axis, told):
-    state = jax.tree.map(np.asarray, make())
-    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as checkpointer:
-        checkpointer.save(state, step=1)
-
-        def moved(path, array):
-            array = np.array(array)
-            if any(getattr(key, 'key', getattr(key, 'name', None)) == group.rpartition('/')[2] for key in path):
-                np.moveaxis(array, axis, 0)[1] += 1
-                np.moveaxis(array, axis, 0)[2] += 2
-            return array
-
-        checkpointer.save(jax.tree_util.tree_map_with_path(moved, state), step=2)
-    paths = [tmp_path / f'run/checkpoint_{step}' for step in (1, 2)]
-    found = t5ckpt.diff(*paths, layers=told)
-    sums = {layer.name: layer for layer in found.by_layer()}
-    assert sums.keys() == {f'{group}[1]', f'{group}[2]'}
-    size = sum(leaf.size for leaf in found.leaves) / 3
-    for at in (1, 2):
-        assert sums[f'{group}[{at}]'].size == size
-        np.testing.assert_allclose(sums[f'{group}[{at}]'].delta, at * math.sqrt(size), rtol=1e-5)
-        assert sums[f'{group}[{at}]'].largest == pytest.approx(at, abs=1e-6)
-    assert {leaf.name for leaf in found.parts if '[1]' in leaf.name} == {
-        leaf.name.replace(group, f'{group}[1]') for leaf in found.leaves
-    }
-
-
-@pytest.mark.parametrize(
-    ('shapes', 'is_divided'),
-    [
-        ({'layers/kernel': (3, 8), 'layers/bias': (3,)}, False),
-        ({'layers/kernel': (64, 64), 'layers/bias': (64,)}, False),
-        ({'layers/q/kernel': (3, 4, 5), 'layers/q/bias': (3, 5)}, True),
-        ({'layers/q/kernel': (3, 4, 4), 'layers/q/bias': (3, 4)}, False),
-        ({'layers/q/kernel': (3, 4, 5), 'layers/k/kernel': (3, 5, 5)}, False),
-        ({'layers/q/kernel': (3, 4, 5), 'layers/q/bias': (3, 5), 'layers/step': ()}, False),
-        ({'layers/0/kernel': (3, 4, 5), 'layers/0/bias': (3, 5)}, False),
-        ({'tower/q/kernel': (3, 4, 5), 'tower/q/bias': (3, 5)}, False),
-        ({'layers/q/kernel': (4096, 4, 5), 'layers/q/bias': (4096, 5)}, False),
-        ({'layers/stacked/w': (3, 4), 'layers/stacked/experts/w': (3, 4, 4)}, True),
-        ({'stacked/kernel': (64, 64), 'stacked/bias': (64,)}, False),
-        ({'layers/stacked/w': (3, 4), 'layers/stacked/v': (2, 4)}, False),
-    ],
-)
-def test_only_names_and_shapes_without_doubt_are_stacked_layers(shapes, is_divided):
-    infos = [LeafInfo(tuple(name.split('/')), 'stored', shape, 'float32') for name, shape in shapes.items()]
-    assert set(stacks_of(infos, None)) == ({info.path for info in infos} if is_divided else set())
-
-
-def test_layers_that_are_told_wrongly(tmp_path):
-    with t5ckpt.Checkpointer(None, checkpoints_dir=tmp_path / 'run') as checkpointer:
-        for step in (1, 2):
-            checkpointer.save({'a': {'w': np.full((2, 3), step, np.float32)}}, step=step)
-    paths = [tmp_path / f'run/checkpoint_{step}' for step in (1, 2)]
-    for told in ('a/.*', 'axis 0', 'axis -1 of a/.*', ''):
-        with pytest.raises(ValueError, match="is not 'axis N of PATTERN', such as 'axis 0 of params/layers"):
-            t5ckpt.diff(*paths, layers=told)
-    for told in ('axis 0 of b/.*', 'axis 2 of a/.*'):
-        with pytest.raises(ValueError, match='matches no array that has axis'):
-            t5ckpt.diff(*paths, layers=told)
-    with pytest.raises(ValueError, match='layers: values=False compares no values'):
-        t5ckpt.diff(*paths, layers='axis 0 of a', values=False)
-    with pytest.raises(ValueError, match='layers: no steps are compared'):
-        t5ckpt.open_run(tmp_path / 'run').report(tmp_path / 'page.html', steps=[1], layers='axis 0 of a')
-    # Of other leaves than the array, or of the array itself.
-    for told in ('axis 1 of a', 'axis 1 of a/w', 'axis 1 of .*'):
-        assert len(t5ckpt.diff(*paths, layers=told).by_layer()) == 3, told

@@ -168,7 +168,6 @@ persist | warning | no save has a metric of the policy: MissingMetricWarning
 output | error | it exists
 steps | error | more than two, or there is no such step
 sample_bytes | error | below 1; a larger one than the checkpoint reads all
-layers | error | it matches nothing; no steps are compared
 """,
     'Run.series': """
 name fn | error | no step has the leaf
@@ -227,7 +226,6 @@ kind | error | unknown
     'get_checkpoint_dir': 'step | hint | any step has a name\nstep_format_fixed_length | hint | a step that is as long already',
     'diff': """
 values | hint | there are no values to compare
-layers | error | it matches nothing; with values=False
 sample_bytes | error | below 1; a larger one than the checkpoint compares all
 """,
     'export_weights': """
@@ -324,7 +322,6 @@ kind | error | unknown
     'diff': """
 pattern | error | neither has such a leaf
 --top --by-layer | error | with --no-values
---layers | error | it matches nothing; with --no-values
 --no-values | hint | no values to compare
 --follow-links | warning | not on a local file system
 """,
@@ -340,7 +337,6 @@ pattern | error | neither has such a leaf
     'report': """
 --output | error | it exists
 --sample | error | no size; a larger one than the checkpoint reads all
---layers | error | it matches nothing; no steps are compared
 """,
     'rm': """
 others | error | no such step

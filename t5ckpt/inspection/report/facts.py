@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 
 from t5ckpt.catalog.step_summaries import StepSummary
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import leaf_name
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import printable
 from t5ckpt.inspection.kept import GOES
-from t5ckpt.inspection.layers import Stack, layers_of
+from t5ckpt.inspection.layers import layers_of
 from t5ckpt.inspection.leaf_tree import LeafInfo
 from t5ckpt.inspection.stats import LeafStats, leaf_stats
 
@@ -101,27 +101,17 @@ def _stats(stats: LeafStats | None, size: int) -> dict[str, Any] | None:
     return found
 
 
-def heat_facts(
-    infos: Iterable[LeafInfo], stacks: Mapping[Path, Stack], changed: Iterable[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def heat_facts(infos: Iterable[LeafInfo], changed: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The changes of all arrays of the later step by layer and parameter, with those that are equal.
 
     Args:
       infos: the leaves of the later step.
-      stacks: those that hold several layers.
-      changed: the fields of the parts that differ.
+      changed: the facts of the leaves that differ.
     """
-    paths: list[Path] = []
-    for info in infos:
-        stack = stacks.get(info.path)
-        if stack is not None:
-            paths += [stack.path(info.path, at) for at in range(info.shape[stack.axis])]
-        elif info.dtype:
-            paths.append(info.path)
     found = {leaf['name']: leaf for leaf in changed}
     cells: list[dict[str, Any]] = []
-    for path, (layer, parameter) in layers_of(paths).items():
-        name = leaf_name(path)
+    for path, (layer, parameter) in layers_of(info.path for info in infos if info.dtype).items():
+        name = printable(leaf_name(path))
         change = found.get(name, {'name': name, 'relative': 0})
         if change.get('what') != 'added':
             cells.append(plain({'part': path[0], 'layer': layer, 'parameter': parameter, **change}))

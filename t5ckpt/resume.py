@@ -19,7 +19,7 @@ from typing import Any
 from t5ckpt.catalog.locate import log_newer, refuse_other_contents
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import try_to_rename_damaged
-from t5ckpt.core.arguments import check_word, given_step
+from t5ckpt.core.arguments import check_kind, check_word, given_step
 from t5ckpt.core.leaf_path import MODEL, OPTIMIZER, Path, leaf_name
 from t5ckpt.core.leaf_patterns import Pattern, Patterns
 from t5ckpt.core.text import lines
@@ -62,8 +62,8 @@ class WarmStart(LeafChoice):
         with zeros, a smaller one is truncated. The log names each leaf. PRNG keys are not resized.
       path: a run's directory, a step's directory or a manifest; a relative one is of the directory in which this is made.
       step: which step, if ``path`` is a run's directory; None takes the latest.
-      restore_iterator: whether the position of the data iterator is restored, too. None restores it from a single source
-        without ``take``, which continues its run.
+      restore_iterator: whether the position of the data iterator is restored, too. None restores it without ``take``, which
+        continues the run.
     """
 
     path: str | os.PathLike[str]
@@ -81,7 +81,7 @@ def restore_or_init(
     init_fn: Callable[[], Any] | None,
     *,
     fallback: str | None = 'older',
-    initial_checkpoint: str | os.PathLike[str] | WarmStart | Sequence[str | os.PathLike[str] | WarmStart] | None = None,
+    initial_checkpoint: str | os.PathLike[str] | WarmStart | None = None,
     rename: Sequence[tuple[Pattern, str | None]] = (),
     missing: str = 'error',
     strict: str | None = None,
@@ -98,9 +98,8 @@ def restore_or_init(
       checkpointer: of the run.
       init_fn: makes a new state; called only if a leaf of it is needed.
       fallback: 'older' reports a damaged checkpoint and restores the next older one; None raises the error.
-      initial_checkpoint: a checkpoint of another run, or several, to start from; ignored if this run has a checkpoint. A path
-        restores everything, with the position of the data iterator. Each of several provides the leaves that those before it
-        lack, and the data starts at its beginning; ``WarmStart(restore_iterator=...)`` decides otherwise.
+      initial_checkpoint: a checkpoint of another run to start from; ignored if this run has a checkpoint. A path restores
+        everything, with the position of the data iterator. To merge several, restore them in ``init_fn``.
       rename: (name in the template, name in the checkpoint), as in :class:`WarmStart`. A rule for a leaf that the checkpoint has
         under its new name is an error, unless the old name is gone: each restart would replace the trained values again.
       missing: 'init' takes leaves that the checkpoint lacks from ``init_fn``; 'error' lists them.
@@ -109,15 +108,20 @@ def restore_or_init(
       donate: as in ``Checkpointer.restore``.
 
     Raises:
-      ValueError: ``restore_iterator=True`` of several sources, or without a data iterator.
+      ValueError: ``restore_iterator=True`` without a data iterator.
       CorruptCheckpointError: the run has checkpoints and none of them can be read.
       UnsupportedFormatError: t5ckpt does not read the format of the latest checkpoint, or of an array in it.
       TreeMismatchError: checkpoint and template differ.
-      DisagreementError: the processes of the job pass another number of sources.
+      DisagreementError: only some processes of the job pass an ``initial_checkpoint``.
     """
     check_word('fallback', fallback, ('older', None))
     choice = LeafChoice(rename=rename, missing=missing, strict=strict, resize=resize)
-    sources = _sources(initial_checkpoint)
+    warm = (
+        WarmStart(initial_checkpoint)
+        if isinstance(initial_checkpoint, str | bytes | os.PathLike)
+        else initial_checkpoint
+    )
+    check_kind('initial_checkpoint', warm, WarmStart, "WarmStart('pretrained', take=MODEL)")
     run = checkpointer._restorer  # noqa: SLF001 - its other user  # pyright: ignore[reportPrivateUsage]
     initial = _Initial(run.template, init_fn)
     steps: list[int] = run.agree('restore_or_init', run.local_steps, run.steps)
@@ -148,28 +152,18 @@ def restore_or_init(
             f'{" and ".join(dict.fromkeys(urls))}: none of the steps {failed[::-1]} can be restored; the log has the errors. '
             'Copy one without its damaged leaves (t5ckpt cp --leave), or move them away to start a new run.'
         )
-    run.agree('a new run', len(sources), lambda counts: _check_new_run(run.storage, counts))
+    run.agree('a new run', warm is not None, lambda given: _check_new_run(run.storage, given))
     _log.info('t5ckpt: %s has no checkpoint, so a new run starts', checkpointer.checkpoints_dir)
-    return _warm_start(run, initial, sources, donate) if sources else initial.state()
+    return initial.state() if warm is None else _warm_start(run, initial, warm, donate)
 
 
-def _check_new_run(storage: Storage, counts: Sequence[int]) -> None:
-    """Raises an error if no new run may begin here, or for another number of sources in some process."""
+def _check_new_run(storage: Storage, given: Sequence[bool]) -> None:
+    """Raises an error if no new run may begin here, or if ``initial_checkpoint`` is given in some processes only."""
     refuse_other_contents(storage)
-    if len(set(counts)) > 1:
+    if len(set(given)) > 1:
         raise DisagreementError(
-            f'initial_checkpoint has another number of checkpoints in some processes, in order: {counts}. Every process of the '
-            'job has to pass it alike.'
+            f'initial_checkpoint is given in some processes only, in order: {given}. Every process of the job has to pass it.'
         )
-
-
-def _sources(given: Any) -> list[WarmStart]:
-    if given is None:
-        return []
-    listed: list[Any] = [given] if isinstance(given, (str, bytes, os.PathLike, WarmStart)) else [*given]
-    if not listed:
-        raise ValueError('initial_checkpoint is empty. Pass a path, a WarmStart, a list of these, or None.')
-    return [each if isinstance(each, WarmStart) else WarmStart(each) for each in listed]
 
 
 def _kind(error: Exception) -> str:
@@ -219,51 +213,24 @@ class _Initial:
         return {path: fresh[path] for path in needed}
 
 
-def _warm_start(run: Restorer, initial: _Initial, sources: Sequence[WarmStart], donate: bool) -> Any:
-    iterator_from = _iterator_source(sources, has_iterator=run.dataset is not None)
-    # No checkpoint holds an empty container, such as optax's EmptyState, or None.
-    table = flatten_state(run.template).table
-    total = sum(not isinstance(leaf, Empty | None) for leaf in table.values())
-    given: LeafTable = {}
-    state: Any = None
-    for warm in sources:
-        is_last = warm is sources[-1]
-        state = run.restore(
-            warm,
-            path=warm.path,
-            step=warm.step,
-            given=given,
-            init=initial.leaves if is_last else None,
-            is_partial=not is_last,
-            donate=donate and is_last,
-            leaves_iterator=warm is not iterator_from,
-        )
-        count = total - len(given) - initial.count if is_last else len(state)
-        _log.info('t5ckpt: started from %s: %d of %d leaves', warm.path, count, total)
-        given = given if is_last else given | state
-    _log.info('t5ckpt: %d of %d leaves are new', initial.count, total)
-    if run.dataset is not None:
-        starts = 'starts at its beginning (WarmStart(restore_iterator=True) continues it)'
-        where = starts if iterator_from is None else f'continues at the position in {iterator_from.path}'
-        _log.info('t5ckpt: the data %s', where)
-    return state
-
-
-def _iterator_source(sources: Sequence[WarmStart], *, has_iterator: bool) -> WarmStart | None:
-    """The source whose position of the data iterator is restored; None leaves the iterator as it is."""
-    asked = [warm for warm in sources if warm.restore_iterator]
-    if len(asked) > 1:
-        raise ValueError(
-            'initial_checkpoint: more than one source has restore_iterator=True. Leave it out of all but one.'
-        )
-    if asked and not has_iterator:
+def _warm_start(run: Restorer, initial: _Initial, warm: WarmStart, donate: bool) -> Any:
+    if warm.restore_iterator and run.dataset is None:
         raise ValueError(
             'initial_checkpoint has restore_iterator=True: the Checkpointer has no dataset_iterator to continue there. Pass '
             'Checkpointer(dataset_iterator=), or leave restore_iterator out.'
         )
-    (first, *others) = sources
-    continues = not others and first.restore_iterator is None and first.take == WarmStart.take
-    return asked[0] if asked else first if continues else None
+    continues = warm.take == WarmStart.take if warm.restore_iterator is None else warm.restore_iterator
+    state = run.restore(
+        warm, path=warm.path, step=warm.step, init=initial.leaves, donate=donate, leaves_iterator=not continues
+    )
+    # No checkpoint holds an empty container, such as optax's EmptyState, or None.
+    table = flatten_state(run.template).table
+    total = sum(not isinstance(leaf, Empty | None) for leaf in table.values())
+    _log.info('t5ckpt: started from %s: %d of %d leaves', warm.path, total - initial.count, total)
+    if run.dataset is not None:
+        starts = 'starts at its beginning (WarmStart(restore_iterator=True) continues it)'
+        _log.info('t5ckpt: the data %s', f'continues at the position in {warm.path}' if continues else starts)
+    return state
 
 
 def _check_new_state(fresh: LeafTable, template: LeafTable, needed: Sequence[Path]) -> None:

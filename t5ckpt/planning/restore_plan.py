@@ -44,9 +44,7 @@ from t5ckpt.tree.leaves import (
     is_on_devices,
 )
 
-# The kinds of template leaves that leave out the checkpoint's leaf.
-_LEFT_OUT = ('skip', 'unread')
-_NO_ARRAY = ('none', 'empty', *_LEFT_OUT)
+_NO_ARRAY = ('none', 'empty', 'skip')
 # Number of leaves for which close names are searched, which takes milliseconds each.
 _HINTED = 20
 
@@ -214,7 +212,7 @@ class _Matcher:
             if wrong:
                 self.plan.problems.append(LeafProblem(pair.name, cause, '', wrong))
         leaf = pair.leaf
-        if template.kind in ('none', *_LEFT_OUT):
+        if template.kind in ('none', 'skip'):
             self.plan.kept[path] = None if template.kind == 'none' else ...
         elif template.kind in ('empty', 'text'):
             self._keep(pair)
@@ -352,7 +350,7 @@ class _Matcher:
         without_array = {
             path: template.kind for path, template in self._templates.items() if template.kind in _NO_ARRAY
         }
-        skips = {path for path, kind in without_array.items() if kind in _LEFT_OUT}
+        skips = {path for path, kind in without_array.items() if kind == 'skip'}
         used = set[Path]()
         for path, leaf in self._leaves.items():
             if (path in self._templates and path not in without_array) or isinstance(leaf, Empty | None):
@@ -365,7 +363,7 @@ class _Matcher:
                 self.plan.ignored.append(path)
             else:
                 self._add_unexpected(path, leaf, without_array)
-        self.plan.absent += [path for path in skips - used if without_array[path] == 'skip']
+        self.plan.absent += skips - used
 
     def _add_unexpected(self, path: Path, leaf: Any, without_array: Mapping[Path, str]) -> None:
         above = _topmost_in(path, without_array)

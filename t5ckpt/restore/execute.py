@@ -100,31 +100,24 @@ def _find(request: RestoreRequest) -> _Found:
     contents, view, choice = contents_to_restore(request), flatten_state(request.template), request.choice
     held, facts = leaves_of(contents, request.transforms, unflatten(view.table) if request.transforms else {})
     paths = choice.sources(held, view.table, repeats=request.repeats)
-    paths = {path: old for path, old in paths.items() if path not in request.given}
     leaves = {path: held[old] for path, old in paths.items()}
     keys = {path: facts.keys[old] for path, old in paths.items() if old in facts.keys}
     templates = leaf_templates(view, request.template, request.partitioner)
     arrays = [path for path, each in templates.items() if each.dtype is not None]
     absent = [path for path in arrays if isinstance(leaves.get(path), Empty | str | None)]
-    new = [
-        path
-        for path in absent
-        if path in request.given or choice.missing == 'init' or not choice.takes(leaf_name(path))
-    ]
-    if absent and absent == arrays and (request.given or new == absent):
-        which, cure = ' that the sources before it lack', 'Narrow take= of those'
-        which, cure = (which, cure) if request.given else ('', 'Correct take=, leave= and rename=')
-        raise ValueError(f'{contents.located.url} provides no leaf of the template{which}. {cure}, or leave it out.')
+    new = [path for path in absent if choice.missing == 'init' or not choice.takes(leaf_name(path))]
+    if absent and new == arrays:
+        raise ValueError(
+            f'{contents.located.url} provides no leaf of the template. Correct take=, leave= and rename=, or leave it out.'
+        )
     return _Found(view, contents, leaves, keys, templates, new)
 
 
 def _plan(request: RestoreRequest, found: _Found) -> RestorePlan:
-    contents, table, templates = found.contents, found.view.table, found.templates
+    contents, table = found.contents, found.view.table
     asked = flatten_state(request.fallback).table if request.fallback else {}
-    given = {**request.given, **asked}
-    if request.is_partial:
-        templates = templates | {path: templates[path].left_out() for path in found.new}
-    elif new := [path for path in found.new if path not in given]:
+    given = {**asked}
+    if new := [path for path in found.new if path not in given]:
         given |= {path: table[path] for path in new} if request.init is None else request.init(new)
     options = RestoreOptions(
         request.cast,
@@ -136,7 +129,7 @@ def _plan(request: RestoreRequest, found: _Found) -> RestorePlan:
         resize=request.choice.patterns['resize'],
     )
     with contents.naming_unread():
-        plan = plan_restore(found.leaves, templates, options, contents.located.url)
+        plan = plan_restore(found.leaves, found.templates, options, contents.located.url)
     report_plan(plan, request, contents, table, asked)
     return plan
 
@@ -162,8 +155,6 @@ def _read(request: RestoreRequest, found: _Found, plan: RestorePlan) -> tuple[Ca
     data = '' if request.leaves_iterator else _move_iterator(request, reader, contents)
     summary = _leaves_text(plan, nbytes), '; data iterator is unchanged' if request.dataset and not data else data
     gathered = functools.partial(gather, values, final_shardings)
-    if request.is_partial:
-        return lambda: values | gathered(), summary
     return lambda: view.rebuild(plan.kept | values | gathered()), summary
 
 

@@ -73,7 +73,7 @@ def _log_plan(plan: RestorePlan, request: RestoreRequest, template: LeafTable) -
         filled = _listed([read.path for read in plan.fallback])
         count = counted(len(plan.fallback), 'leaf', 'leaves')
         _log.info('t5ckpt: %s as given (fallback_state, init_fn), not from the checkpoint: %s', count, filled)
-    if plan.skipped and not request.is_partial:
+    if plan.skipped:
         _log.info('t5ckpt: left out, the template has ... there: %s', _listed(plan.skipped))
 
 

@@ -77,9 +77,7 @@ class RestoreRequest:
       repeats: whether the same call will restore later checkpoints of the run, too, which have the new names.
       strict: see ``strictness``.
       fallback: ``fallback_state``.
-      given: leaves that other sources gave; they do not come from this checkpoint.
       init: returns the values of new leaves; None takes them from the template. All processes call it together.
-      is_partial: the result is a table of the leaves that the checkpoint has, instead of a state.
       note_read: called with the bytes of arrays that this process has read.
       sources: returns what the log line of the restore says of the tiers that the arrays came from.
       note_step: called after the restore, with the step of the run; None for one from a ``path``.
@@ -107,9 +105,7 @@ class RestoreRequest:
     lazy: bool = False
     donate: bool = False
     leaves_iterator: bool = False
-    given: Mapping[Path, Any] = dataclasses.field(default_factory=dict[Path, Any])
     init: Callable[[Sequence[Path]], LeafTable] | None = None
-    is_partial: bool = False
     repeats: bool = False
     note_read: Callable[[int], None] = lambda _: None
     sources: Callable[[], str] = lambda: ''

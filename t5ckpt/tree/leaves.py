@@ -213,8 +213,8 @@ class LeafTemplate:
     """The description of one leaf of a template.
 
     Attributes:
-      kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none', 'empty', 'skip' (``...``, a
-        leaf that a restore leaves out) or 'unread' (a leaf that this restore does not return).
+      kind: 'array', 'scalar' (a Python number), 'key' (typed PRNG keys), 'text', 'none', 'empty' or 'skip' (``...``,
+        a leaf that a restore leaves out).
       shape: of the array; of the key data for keys.
       dtype: numpy dtype; uint32 for keys. None for text, none, empty and skip.
       device: whether the result is a jax.Array.
@@ -233,10 +233,6 @@ class LeafTemplate:
     python: type | None = None
     impl: Any = ''
     example: Any = None
-
-    def left_out(self) -> LeafTemplate:
-        """The template of a leaf that is not read."""
-        return dataclasses.replace(self, kind='unread', sharding=None)
 
 
 def leaf_template(path: Path, leaf: Any, sharding: Any = None, host: bool = False) -> LeafTemplate:

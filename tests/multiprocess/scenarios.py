@@ -700,9 +700,15 @@ def train_from_seed(directory):
 
 def start_from_two(directory, one, two):
     """A new run from two checkpoints; each process reads its own parts of both."""
-    sources = [t5ckpt.WarmStart(one, take='target/(both|rows|small)'), t5ckpt.WarmStart(two)]
+
+    def merged():
+        with checkpointer('', template(swap=True)) as ck:
+            first = ck.restore(path=two)
+        with checkpointer('', first) as ck:
+            return ck.restore(path=one, take='target/(both|rows|small)')
+
     with checkpointer(directory, template(swap=True)) as ck:
-        started = t5ckpt.restore_or_init(ck, None, initial_checkpoint=sources)
+        started = t5ckpt.restore_or_init(ck, merged)
     firsts = {
         name: values for name, values in expected(0).items() if name in ('target/both', 'target/rows', 'target/small')
     }

@@ -157,7 +157,7 @@ def test_an_initial_checkpoint_in_some_processes_only(four, tmp_path):
     each = [str(tmp_path / 'old') if index else None for index in range(4)]
     for _, text in four.errors('come_back', tmp_path / 'new', each=each):
         assert 'initial_checkpoint' in text
-        assert '[0, 1, 1, 1]. Every process of the job has to pass it alike' in text
+        assert '[False, True, True, True]. Every process of the job has to pass it.' in text
 
 
 def test_only_a_passed_deadline_is_a_time_out(four, tmp_path):

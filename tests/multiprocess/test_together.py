@@ -260,7 +260,7 @@ def test_a_seed_checkpoint_of_one_process(four, tmp_path):
     assert four.run('train_from_seed', tmp_path) == [[0, [0, 1]]] * 4
 
 
-def test_several_sources_of_a_new_run(four, tmp_path):
+def test_two_checkpoints_are_merged_in_a_new_run(four, tmp_path):
     for seed, name in enumerate(('one', 'two')):
         four.run('save', tmp_path / name, 1, seed)
     assert four.run('start_from_two', tmp_path / 'new', tmp_path / 'one', tmp_path / 'two') == [None] * 4

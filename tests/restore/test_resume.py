@@ -300,10 +300,14 @@ def test_a_rename_of_a_whole_state_needs_no_source_for_what_is_empty(layout, tmp
         else:
             (tmp_path / name).write_bytes(flax.serialization.to_bytes(state))
     model = {'actor': train_state(), 'target': {'params': params(0.0), 'opt_state': None}}
-    sources = [WarmStart(tmp_path / name, take=f'{name}/.*', rename=[(f'{name}/(.*)', r'\1')]) for name in old]
-    with Checkpointer(model, checkpoints_dir=tmp_path / 'run') as ck:
-        state = restore_or_init(ck, lambda: model, initial_checkpoint=sources)
-        rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=sources[0].rename)
+    state = model
+    for name in old:
+        words = {'take': f'{name}/.*', 'rename': [(f'{name}/(.*)', r'\1')]}
+        with Checkpointer(model, checkpoints_dir=tmp_path / 'run') as ck:
+            started = restore_or_init(ck, lambda: model, initial_checkpoint=WarmStart(tmp_path / name, **words))
+        state = state | {name: started[name]}
+    with Checkpointer(model) as ck:
+        rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('actor/(.*)', r'\1')])
         again = Checkpointer({'actor': model['actor']}).restore(
             path=str(tmp_path / 'actor'), state_transformation_fns=[rename]
         )
@@ -327,13 +331,6 @@ def test_a_source_that_gives_nothing_is_an_error(tmp_path, options):
         ck.save(old, step=1)
     with pytest.raises(ValueError, match=r'provides no leaf of the template\. Correct take='):
         start_from(tmp_path / 'run', WarmStart(tmp_path / 'old', **options), {'params': params(0.0)})
-
-
-def test_a_generator_of_sources(tmp_path):
-    run_with(tmp_path / 'old', [5])
-    assert value_of(start_from(tmp_path / 'run', (path for path in [tmp_path / 'old']))) == 5
-    with pytest.raises(ValueError, match='initial_checkpoint is empty'):
-        start_from(tmp_path / 'run', iter([]))
 
 
 def test_what_is_missing_or_too_much_is_named(tmp_path):
@@ -423,21 +420,6 @@ def test_the_position_in_the_data_belongs_to_all_of_a_checkpoint(tmp_path, caplo
         assert iterator.at == 3
     said = f'the data continues at the position in {old}' if at else 'the data starts at its beginning (WarmStart('
     assert said in caplog.text
-
-
-def test_of_several_sources_one_may_continue_the_data(tmp_path):
-    for name, at in (('one', 17), ('two', 18)):
-        with Checkpointer(train_state(), None, tmp_path / name, Position(at)) as ck:
-            ck.save(train_state(at, at))
-    for chosen, at in ((None, 0), ('one', 17), ('two', 18)):
-        iterator = Position()
-        sources = [
-            WarmStart(tmp_path / 'one', take=MODEL, restore_iterator=chosen == 'one'),
-            WarmStart(tmp_path / 'two', restore_iterator=True if chosen == 'two' else None),
-        ]
-        with Checkpointer(train_state(), None, tmp_path / 'run', iterator) as ck:
-            state = restore_or_init(ck, must_not_run, initial_checkpoint=sources)
-        assert (value_of(state), int(state.step), iterator.at) == (17, 18, at)
 
 
 def test_a_warm_start_means_the_directory_in_which_it_was_made(tmp_path, monkeypatch):
@@ -567,33 +549,14 @@ def test_a_donated_template_may_be_the_fallback(tmp_path):
     assert model['params']['w'].is_deleted()
 
 
-# --- several sources --------------------------------------------------------------------------------------------------
+# --- another run ------------------------------------------------------------------------------------------------------
 
 
-def start_from(directory, sources, model=None, value=9, **options):
+def start_from(directory, source, model=None, value=9, **options):
     with Checkpointer(
         train_state() if model is None else model, checkpoints_dir=directory, **with_options(**options)
     ) as ck:
-        return restore_or_init(ck, lambda: train_state(value) if model is None else model, initial_checkpoint=sources)
-
-
-def test_sources_in_a_row_fill_what_is_left(tmp_path, caplog):
-    run_with(tmp_path / 'one', [1])
-    run_with(tmp_path / 'two', [2])
-    # A chunk that no device needs may be gone.
-    os.unlink(next((tmp_path / 'one' / 'checkpoint_1' / 'params.head.kernel').glob('[0-9]*')))
-    sources = [WarmStart(tmp_path / 'one', take='params/dense/.*'), WarmStart(tmp_path / 'two', leave=OPTIMIZER)]
-    state = start_from(tmp_path / 'new', sources)
-    assert (value_of(state), float(state.params['head']['kernel'][0, 0]), int(state.step)) == (1, 2, 2)
-    # What another source gives is no ... of the model's.
-    assert '... in the template' not in caplog.text
-    # The first source of a leaf is used; a leaf without a source is new.
-    sources = [tmp_path / 'two', WarmStart(tmp_path / 'two', take='step')]
-    with pytest.raises(ValueError, match=r'two/.* provides no leaf of the template that the sources before it lack'):
-        start_from(tmp_path / 'new', sources)
-    sources = [WarmStart(tmp_path / 'two', take='params/head/.*'), WarmStart(tmp_path / 'two', take='step')]
-    state = start_from(tmp_path / 'new', sources)
-    assert (value_of(state), float(state.params['head']['kernel'][0, 0]), int(state.step)) == (9, 2, 2)
+        return restore_or_init(ck, lambda: train_state(value) if model is None else model, initial_checkpoint=source)
 
 
 @pytest.mark.parametrize('missing', ['error', 'init'])
@@ -606,7 +569,6 @@ def test_an_empty_container_is_not_a_leaf_that_a_source_lacks(tmp_path, caplog, 
     assert value_of(state) == 1
     count = len(jax.tree.leaves(state))
     assert f'{tmp_path}/old: {count} of {count} leaves' in caplog.text
-    assert f'0 of {count} leaves are new' in caplog.text
     assert 'lacks' not in caplog.text
 
 
@@ -619,26 +581,6 @@ def test_none_is_not_a_leaf_that_a_source_lacks(tmp_path, caplog):
         started = restore_or_init(ck, must_not_run, initial_checkpoint=tmp_path / 'old')
     assert started['bias'] is None
     assert '2 of 2 leaves' in caplog.text
-    assert '0 of 2 leaves are new' in caplog.text
-
-
-def test_what_a_source_lacks_is_an_error_or_left_to_the_next(tmp_path):
-    run_with(tmp_path / 'one', [1])
-    extra = {'params': {'new': jnp.full(3, 5.0)}}
-    with Checkpointer(extra, checkpoints_dir=tmp_path / 'two') as ck:
-        ck.save(extra, step=1)
-    model = {'params': {**params(0.0), 'new': jnp.zeros(3)}}
-    strict = [WarmStart(tmp_path / 'one', take='params/.*'), WarmStart(tmp_path / 'two')]
-    with pytest.raises(MissingLeaves, match='params/new'):
-        start_from(tmp_path / 'new', strict, model)
-    lenient = [
-        WarmStart(tmp_path / 'one', take='params/.*', missing='init', strict='contains'),
-        WarmStart(tmp_path / 'two'),
-    ]
-    state = start_from(tmp_path / 'new', lenient, model)
-    assert (float(state['params']['new'][0]), float(state['params']['dense']['kernel'][0, 0])) == (5, 1)
-    with pytest.raises(ValueError, match='initial_checkpoint is empty'):
-        start_from(tmp_path / 'new', [], model)
 
 
 def test_a_source_of_another_size(tmp_path):
@@ -665,7 +607,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize('kind', OTHERS)
-@pytest.mark.parametrize('how', ['own', 'path', 'warm', 'several'])
+@pytest.mark.parametrize('how', ['own', 'path', 'warm'])
 def test_every_option_that_an_error_names_is_one_of_the_called_function(tmp_path, kind, how):
     held = {'params': params(1.0), 'n': 7}
     with Checkpointer(held, checkpoints_dir=tmp_path / 'old') as ck:
@@ -674,7 +616,6 @@ def test_every_option_that_an_error_names_is_one_of_the_called_function(tmp_path
         'own': None,
         'path': tmp_path / 'old',
         'warm': WarmStart(tmp_path / 'old'),
-        'several': [WarmStart(tmp_path / 'old', take='params/dense/.*'), tmp_path / 'old'],
     }
     directory = tmp_path / ('old' if how == 'own' else 'new')
     with Checkpointer(OTHERS[kind], checkpoints_dir=directory) as ck, pytest.raises(TreeMismatchError) as raised:

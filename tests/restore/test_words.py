@@ -41,13 +41,6 @@ def from_elsewhere(run, template, init, words):
         return restore_or_init(checkpointer, lambda: init, initial_checkpoint=WarmStart(run, **words))
 
 
-def after_another_source(run, template, init, words):
-    nothing = WarmStart(run, take='ema/a')
-    with Checkpointer(template, checkpoints_dir=run.parent / 'empty') as checkpointer:
-        sources = [nothing, WarmStart(run, **words)] if 'ema' in template else [WarmStart(run, **words)]
-        return restore_or_init(checkpointer, lambda: init, initial_checkpoint=sources)
-
-
 @pytest.fixture
 def run(tmp_path):
     with Checkpointer(OLD, checkpoints_dir=tmp_path / 'run') as checkpointer:
@@ -55,7 +48,7 @@ def run(tmp_path):
     return tmp_path / 'run'
 
 
-@pytest.mark.parametrize('how', [in_restore, in_place, from_elsewhere, after_another_source])
+@pytest.mark.parametrize('how', [in_restore, in_place, from_elsewhere])
 @pytest.mark.parametrize('kind', WORDS)
 def test_a_word_does_the_same_everywhere(run, kind, how):
     init = NEW[kind]

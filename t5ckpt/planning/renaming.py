@@ -11,7 +11,7 @@ from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.leaf_patterns import leaf_pattern
 from t5ckpt.errors import near_names
 
-Rule: TypeAlias = tuple[str, str | None]
+Rule: TypeAlias = tuple[str, str]
 
 # A longer list is better written by hand.
 _MOST_RULES = 5
@@ -30,11 +30,10 @@ def renaming_rules(missing: Collection[str], names: Mapping[str, Any], held: Map
       names: shape and kind of dtype of all leaves of the template, by name; rules do not match those that need none.
       held: the same of the checkpoint.
     """
-    shifted = _shifted(names, held)
     # An outer scope that has changed is seen best from the leaves far below it.
-    order = sorted({*missing, *shifted}, key=lambda name: (name not in shifted, -len(path_of(name)), name))
+    order = sorted(missing, key=lambda name: (-len(path_of(name)), name))
     lacking = {name: names[name] for name in order}
-    unused = {old: its for old, its in held.items() if old not in names} | {old: held[old] for old in shifted.values()}
+    unused = {old: its for old, its in held.items() if old not in names}
     rules: list[Rule] = []
     source: dict[str, str] = {}
     searched = min(_SEARCHED, _PAIRS // (len(names) or 1))
@@ -43,10 +42,7 @@ def renaming_rules(missing: Collection[str], names: Mapping[str, Any], held: Map
         """The source of each name that a rule matches; empty if one has no leaf with an equal value, or two have the same."""
         matches = filter(None, map(leaf_pattern(pattern).fullmatch, rest))
         moved = {match[0]: match.expand(replacement) for match in matches}
-        fits = all(
-            new in lacking and unused.get(old) == lacking[new] and shifted.get(new, old) == old
-            for new, old in moved.items()
-        )
+        fits = all(new in lacking and unused.get(old) == lacking[new] for new, old in moved.items())
         return moved if fits and len({*moved.values()}) == len(moved) else {}
 
     for name in itertools.islice((name for name in order if name not in source), searched):
@@ -61,19 +57,14 @@ def renaming_rules(missing: Collection[str], names: Mapping[str, Any], held: Map
         near = near_names(name, equal) or [old for old in equal if path_of(name)[-1] in path_of(old)]
         # A leaf that is nearer to another one is its source. Of two that remain, such as Adam's moments, each would be a guess.
         mutual = [old for old in near if name in (near_names(old, alike, 1) or [name])]
-        if name in shifted or len(mutual) == 1:
-            rule = max(_rules(name, shifted.get(name) or mutual[0]), key=lambda rule: len(moved_by(*rule)))
+        if len(mutual) == 1:
+            rule = max(_rules(name, mutual[0]), key=lambda rule: len(moved_by(*rule)))
             if moved := moved_by(*rule):
                 rules.append(rule)
                 source |= moved
                 for old in moved.values():
                     del unused[old]
-    if _is_guess(source, names, held):
-        return []
-    # With a leaf under its own name that another one takes, too, a new one would have its values.
-    taken = {*source.values()} - source.keys()
-    rules += [(_literal([name]), None) for name in names if name in taken]
-    return rules if len(rules) <= _MOST_RULES else []
+    return rules if len(rules) <= _MOST_RULES and not _is_guess(source, names, held) else []
 
 
 def _is_guess(source: Mapping[str, str], names: Mapping[str, Any], held: Mapping[str, Any]) -> bool:
@@ -108,46 +99,6 @@ def _has_further_keys(new: str, old: str) -> bool:
     few, many = sorted(([key for key in path_of(name) if not key.isdecimal()] for name in (new, old)), key=len)
     left = iter(many)
     return all(key in left for key in few)
-
-
-_Numbers: TypeAlias = dict[str, dict[Path, Any]]
-
-
-def _shifted(names: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, str]:
-    """The sources of leaves below numbers that have changed, as in an optax.chain to which a transform was added."""
-    ours, theirs = _numbered(names), _numbered(held)
-    if len(ours) * len(theirs) > _PAIRS:
-        return {}
-    shifted: dict[str, str] = {}
-    for scope, numbers in ours.items():
-        others = [scope] if scope in theirs else theirs.keys() - ours.keys()
-        found = [
-            (other, pairs)
-            for other in others
-            if (pairs := _in_order(numbers, its := theirs[other]) or {i: j for j, i in _in_order(its, numbers).items()})
-        ]
-        for other, pairs in found if len(found) == 1 else ():
-            below = (((*scope, i, *rest), (*other, j, *rest)) for i, j in pairs.items() for rest in numbers[i])
-            shifted = {leaf_name(new): leaf_name(old) for new, old in below if new != old} | shifted
-    return shifted
-
-
-def _numbered(table: Mapping[str, Any]) -> dict[Path, _Numbers]:
-    """The leaves below each number, such as a position in a tuple, by the path of its scope; outer scopes come first."""
-    scopes: dict[Path, _Numbers] = {}
-    for path, leaves in _subtrees(table).items():
-        if path[-1].isdecimal() and () not in leaves:
-            scopes.setdefault(path[:-1], {})[path[-1]] = leaves
-    return scopes
-
-
-def _in_order(few: _Numbers, many: _Numbers) -> dict[str, str]:
-    """The only numbers of ``many`` that have the leaves of ``few``, in order; empty if there are none, or several ways."""
-    ways: list[dict[str, str]] = []
-    for way in (1, -1):
-        left = iter(sorted(many, key=int)[::way])
-        ways.append({i: next((j for j in left if many[j] == few[i]), '') for i in sorted(few, key=int)[::way]})
-    return ways[0] if ways[0] == ways[1] and all(ways[0].values()) else {}
 
 
 def _equal_keys(ours: Sequence[str], theirs: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from t5ckpt.commit.transaction import CommittedCheckpoint
     from t5ckpt.convert import ConvertOptions, ConvertReport, convert_checkpoint
     from t5ckpt.convert.copy import copy_checkpoint
+    from t5ckpt.core.leaf_path import MODEL, OPTIMIZER
     from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
     from t5ckpt.export import export_weights
     from t5ckpt.inspection.diff import CheckpointDiff, diff
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     )
     from t5ckpt.preemption import PreemptionNotice
     from t5ckpt.progress import ProgressReporter
-    from t5ckpt.resume import MODEL, OPTIMIZER, WarmStart, restore_or_init
+    from t5ckpt.resume import WarmStart, restore_or_init
     from t5ckpt.save.pending import PendingSave
     from t5ckpt.save_best import SaveBestCheckpointer
     from t5ckpt.save_policies import (
@@ -136,6 +137,7 @@ _NAMES = {
     'commit.transaction': 'CommittedCheckpoint',
     'convert': 'ConvertOptions ConvertReport convert_checkpoint',
     'convert.copy': 'copy_checkpoint',
+    'core.leaf_path': 'MODEL OPTIMIZER',
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
     'export': 'export_weights',
     'inspection.diff': 'CheckpointDiff diff',
@@ -150,7 +152,7 @@ _NAMES = {
     'options': 'CheckpointerOptions',
     'preemption': 'PreemptionNotice',
     'progress': 'ProgressReporter',
-    'resume': 'MODEL OPTIMIZER WarmStart restore_or_init',
+    'resume': 'WarmStart restore_or_init',
     'save.pending': 'PendingSave',
     'save_best': 'SaveBestCheckpointer',
     'save_policies': (

@@ -82,8 +82,6 @@ if TYPE_CHECKING:
     from t5ckpt.tiers.local_tier import LocalTier
     from t5ckpt.tiers.tier import Tier
 
-__all__ = ['Checkpointer']
-
 
 class Checkpointer:
     """Saves and restores a train state, in T5X's format. The signatures are T5X's, plus keywords.

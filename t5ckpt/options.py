@@ -15,8 +15,6 @@ from t5ckpt.format.codecs import CODECS
 from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.planning.save_plan import SaveOptions
 
-__all__ = ['CheckpointerOptions']
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointerOptions:

@@ -17,8 +17,6 @@ from typing import Any, Self
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.errors import NoEffectWarning
 
-__all__ = ['PreemptionNotice']
-
 
 class PreemptionNotice:
     """Records that the process received a signal; pass it to ``Checkpointer(preempted=...)``.

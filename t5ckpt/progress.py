@@ -14,8 +14,6 @@ from typing import TextIO
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.text import human_age, human_bytes
 
-__all__ = ['Meter', 'ProgressReporter', 'progress_text']
-
 
 class Meter:
     """Counts bytes for a progress callback."""

@@ -20,7 +20,7 @@ from t5ckpt.catalog.locate import log_newer, refuse_other_contents
 from t5ckpt.checkpointer import Checkpointer
 from t5ckpt.commit.deletion import try_to_rename_damaged
 from t5ckpt.core.arguments import check_kind, check_word, given_step
-from t5ckpt.core.leaf_path import MODEL, OPTIMIZER, Path, leaf_name
+from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.leaf_patterns import Pattern, Patterns
 from t5ckpt.core.text import lines
 from t5ckpt.errors import (
@@ -35,8 +35,6 @@ from t5ckpt.restorer import Restorer
 from t5ckpt.storage import Storage, open_storage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.train_state import flatten_state
-
-__all__ = ['MODEL', 'OPTIMIZER', 'WarmStart', 'restore_or_init']
 
 _log = logging.getLogger('t5ckpt')
 

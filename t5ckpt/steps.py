@@ -25,17 +25,6 @@ from t5ckpt.core.arguments import integer
 from t5ckpt.format.names import step_dir
 from t5ckpt.storage import PathOrStorage, open_storage, split_path
 
-__all__ = [
-    'all_dataset_checkpoint_steps',
-    'all_steps',
-    'find_checkpoint',
-    'get_checkpoint_dir',
-    'is_pinned_checkpoint',
-    'latest_step',
-    'pin_checkpoint',
-    'unpin_checkpoint',
-]
-
 
 def get_checkpoint_dir(
     checkpoints_dir: str | os.PathLike[str], step: int, step_format_fixed_length: int | None = None

@@ -13,8 +13,6 @@ from t5ckpt.commit.holds import hold
 from t5ckpt.core.arguments import integer
 from t5ckpt.storage import PathOrStorage, Storage
 
-__all__ = ['checkpoints_iterator']
-
 
 def checkpoints_iterator(
     directory: PathOrStorage,

@@ -159,7 +159,7 @@ class Checkpointer:
         self._tier = tier = None if local is None else self._tier_of(local, preempted, coordinator)
         self._restorer = Restorer(
             self._storage, storage_options, train_state, partitioner, dataset, coordinator, tier, options, progress,
-            notices, read_only, None if restore_cast is None else restore_cast.requested,
+            notices, read_only, restore_cast,
         )  # fmt: skip
         self._steps: RunFacts = self._retention if tier is None else tier
         saves_to, retention = (self._storage, self._retention) if tier is None else (tier.storage, tier.retention)
@@ -217,12 +217,12 @@ class Checkpointer:
     @property
     def restore_dtype(self) -> Any:
         """The dtype of the restores that follow; may be set, as in T5X."""
-        return self._restorer.restore_dtype
+        cast = self._restorer.cast
+        return None if cast is None else 'template' if cast.dtype is None else cast.dtype
 
     @restore_dtype.setter
     def restore_dtype(self, dtype: Any) -> None:
-        Cast.of_restore(dtype, self._restorer.options.cast_leaves)
-        self._restorer.restore_dtype = dtype
+        self._restorer.cast = Cast.of_restore(dtype, self._options.cast_leaves)
 
     def __repr__(self) -> str:
         latest: Any = None
@@ -433,7 +433,7 @@ class Checkpointer:
             infos = self._retention.decided if self._has_source else given
             warn_of_missing_metrics(self._restorer.notices, self._retention.policy, infos, has_source=self._has_source)
         if not has_transforms:
-            options = RestoreOptions(self._restorer.cast(), strict=strictness(None, is_t5x=self._restorer.is_t5x))
+            options = RestoreOptions(self._restorer.cast, strict=strictness(None, is_t5x=self._restorer.is_t5x))
             self._template_check.check(state, table, step, options, warns=is_leader)
 
     def wait_until_finished(self) -> None:
@@ -557,7 +557,7 @@ class Checkpointer:
         with restore_round.together(Phase.RESTORE):
             source = tf_leaves(open_tf(path_or_dir), ConvertOptions(translator=translator))
             return restore_tf(
-                source, self._restorer.cast(), self._restorer.template, self._restorer.partitioner, strict=strict
+                source, self._restorer.cast, self._restorer.template, self._restorer.partitioner, strict=strict
             )
 
     def convert_from_tf_checkpoint(

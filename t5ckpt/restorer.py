@@ -45,7 +45,7 @@ class Restorer:
       progress: as for ``Checkpointer``.
       notices: the warnings that the checkpointer gives once.
       read_only: whether the caller never saves.
-      restore_dtype: of the cast; may be set.
+      cast: of the leaves; may be set.
       saving: the latest save in the background.
       restored_step: the step of this run that the last restore restored; None after a restore from a ``path``.
     """
@@ -61,7 +61,7 @@ class Restorer:
     progress: Progress | None
     notices: Notices
     read_only: bool
-    restore_dtype: Any
+    cast: Cast | None
     saving: PendingSave | None = None
     restored_step: int | None = None
     _restored_leaves: Sequence[Callable[[], Any]] = ()
@@ -92,10 +92,6 @@ class Restorer:
             vote = note() if callable(note) else note
         return at.reduce_on_leader(Phase.AGREE, vote, decide)
 
-    def cast(self) -> Cast | None:
-        """The cast of a restore, whose dtype callers may set at any time."""
-        return Cast.of_restore(self.restore_dtype, self.options.cast_leaves)
-
     def restore(self, choice: LeafChoice, **call: Any) -> Any:
         """Restores the leaves of a choice; ``call`` has fields of RestoreRequest."""
         import jax
@@ -107,7 +103,7 @@ class Restorer:
             storage=self.storage,
             storage_options=self.storage_options,
             round=self.round('a restore'),
-            cast=self.cast(),
+            cast=self.cast,
             progress=self.progress,
             reading=self.options,
             notices=self.notices,

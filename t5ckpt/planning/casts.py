@@ -103,11 +103,6 @@ class Cast:
             return cls.of(dtype, leaves, 'restore_dtype')
         return cls(None, leaves, 'restore_dtype')
 
-    @property
-    def requested(self) -> np.dtype | str:
-        """The dtype, or 'template'."""
-        return 'template' if self.dtype is None else self.dtype
-
     def touches(self, path: Path) -> bool:
         """Whether the cast applies to a leaf with this path, provided that the leaf is floating."""
         if self.leaves is None:

@@ -662,14 +662,6 @@ def test_of_leaves_that_are_left_nothing_is_said(tmp_path, caplog):
     assert caplog.messages == []
 
 
-def test_each_source_is_held_to_its_own_strictness_for_what_is_taken_of_it(tmp_path):
-    run_with(tmp_path / 'one', [1])
-    run_with(tmp_path / 'two', [2])
-    first = WarmStart(tmp_path / 'one', take='params/dense/.*', strict='exact')
-    state = start_from(tmp_path / 'new', [first, WarmStart(tmp_path / 'two')])
-    assert (value_of(state), int(state.step)) == (1, 2)
-
-
 @pytest.mark.parametrize('init_fn', [None, lambda: None])
 def test_a_new_run_without_a_state_is_an_error(tmp_path, init_fn):
     with (

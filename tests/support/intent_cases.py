@@ -933,13 +933,6 @@ FUNCTIONS: list[Case] = [
         'WarmStart',
         'restore_iterator',
         ValueError,
-        'more than one source has restore_iterator=True',
-        lambda s, _: started(s, [WarmStart(s.run, take=take, restore_iterator=True) for take in ('model/.*', '.*')]),
-    ),
-    (
-        'WarmStart',
-        'restore_iterator',
-        ValueError,
         'restore_iterator=True: .* no dataset_iterator',
         lambda s, _: started(s, WarmStart(s.run, restore_iterator=True)),
     ),

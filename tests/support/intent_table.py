@@ -199,7 +199,7 @@ mode least min_step | error | out of range
 take leave rename resize | error | a pattern matches nothing
 missing strict | error | unknown word
 restore_iterator | report | where the data starts: logged
-restore_iterator | error | True for several sources, or without dataset_iterator
+restore_iterator | error | True without dataset_iterator
 """,
     'WarmStart.takes': 'name | hint | asks',
     'WarmStart.taken': 'names | hint | asks',

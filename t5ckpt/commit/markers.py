@@ -22,7 +22,8 @@ Only garbage collection removes the marker of work that removed files, since req
 On a file system, holds and markers expire by the modification times of their files. The current time is that of a file that the
 observer has just written beside them. The file server sets both times, so the clocks of hosts do not matter. Where it cannot be
 read, as on a full disk, nothing expires. TensorStore does not return the modification times of objects. On an object store, the
-time in the hold or marker, by the clock of its owner, is compared with the clock of the observer. The two may differ by ten minutes.
+time in the hold or marker, by the clock of its owner, is compared with the clock of the observer; the two may differ by ten
+minutes.
 """
 
 from __future__ import annotations

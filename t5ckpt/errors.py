@@ -53,7 +53,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from t5ckpt.core.text import counted, lines, listed, numbered, printable, some_of
+from t5ckpt.core.text import counted, lines, listed, numbered, printable
 
 
 class _Printable(Exception):  # noqa: N818 - not an error by itself
@@ -364,7 +364,6 @@ def mismatch_error(
     cures: Mapping[str, str] = MappingProxyType({}),
     rename: Sequence[tuple[str, str | None]] = (),
     remaining: int = 0,
-    unmapped: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> TreeMismatchError:
     """Builds the one error that holds all differences.
 
@@ -374,7 +373,6 @@ def mismatch_error(
       cures: by kind, instead of those of a restore.
       rename: rules of ``rename=`` for changed names, if there are any.
       remaining: the number of differences that remain with these rules.
-      unmapped: leaves of the template and of the checkpoint that the other side lacks, with equal shapes, with these rules.
 
     Returns:
       The class of the kind when all problems are of one kind, else TreeMismatchError.
@@ -392,11 +390,6 @@ def mismatch_error(
             else 'If only names have changed'
         )
         shown.append(f"{changed}, map them, the template's name first: rename={[*rename]!r}")
-    if all(unmapped):
-        new, unread = (some_of(names, 5) for names in unmapped)
-        shown.append(
-            f'Without a rule for them, {new} of the template would be new, and {unread} of the checkpoint unread.'
-        )
     shown += dict.fromkeys(cures[kind] for kind in kinds)
     if kinds != ['sharding']:
         shown.append('docs/changed-models.md has examples.')

@@ -10,7 +10,6 @@ without the array's name. A restore reports all of them before it reads.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,14 +68,5 @@ def sharding_problem(sharding: Any, shape: tuple[int, ...]) -> tuple[str, str]:
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
-        if spec is None or mesh is None:
-            return 'sharding', f'{shape} cannot be sharded as {sharding} ({error!s:.200})'
-        axes = [names if isinstance(names, tuple) else (names,) * isinstance(names, str) for names in spec]
-        counts = [math.prod(mesh.shape[name] for name in names) for names in axes]
-        parts = [
-            f'dimension {axis} of {shape} does not divide by the {count} devices of mesh axis {" and ".join(map(repr, names))}'
-            for axis, (names, count) in enumerate(zip(axes, counts, strict=True))
-            if count and shape[axis] % count
-        ]
-        return 'sharding', f'{"; ".join(parts) or str(error)[:200]} in {spec}'
+        return 'sharding', f'{error!s:.500}'
     return '', ''

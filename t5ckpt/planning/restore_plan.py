@@ -129,17 +129,15 @@ def plan_restore(
     check_cast(options.cast, templates)
     plan = _Matcher(leaves, templates, options).plan
     if plan.problems:
-        rename, renamed = _renaming(plan, leaves, templates, options)
-        unmapped = _unmapped(renamed, templates, leaves)
-        remaining = len(renamed.problems) if rename else 0
-        raise mismatch_error(plan.problems, where, rename=rename, remaining=remaining, unmapped=unmapped)
+        rename, remaining = _renaming(plan, leaves, templates, options)
+        raise mismatch_error(plan.problems, where, rename=rename, remaining=remaining)
     return plan
 
 
 def _renaming(
     plan: RestorePlan, leaves: LeafTable, templates: Mapping[Path, LeafTemplate], options: RestoreOptions
-) -> tuple[list[Rule], RestorePlan]:
-    """The rules of ``rename=`` that fit leaves of other names, and the plan with these rules."""
+) -> tuple[list[Rule], int]:
+    """The rules of ``rename=`` that fit leaves of other names, and the number of differences that remain with them."""
     arrays = {path: template for path, template in templates.items() if template.kind not in _NO_ARRAY}
     missing = [problem.leaf for problem in plan.problems if problem.kind == 'missing']
     rules = renaming_rules(missing, _values_by_name(arrays), _values_by_name(leaves))
@@ -147,11 +145,11 @@ def _renaming(
     held = {leaf_name(path): () if isinstance(leaf, Empty | None) else path for path, leaf in leaves.items()}
     wanted = {leaf_name(path): path if path in arrays else None for path in templates}
     if not rules:
-        return [], plan
+        return [], 0
     try:
         old_names = sources_of(held, wanted, rules, wanted=lambda _: True)
     except TreeMismatchError:
-        return [], plan
+        return [], 0
     # The rules are printed only if a restore with them finds no other problem.
     renamed = {path_of(new): held[old] for new, old in old_names.items() if held[old]}
     keys = {path: options.keys[old] for path, old in renamed.items() if old in options.keys}
@@ -159,21 +157,7 @@ def _renaming(
     matched = _Matcher(moved, templates, dataclasses.replace(options, keys=keys)).plan
     before, after = ({(each.leaf, each.kind) for each in found.problems} for found in (plan, matched))
     dropped = [(leaf_name(path), 'missing') for path in arrays if path in leaves and path not in renamed]
-    return (rules, matched) if after.difference(dropped) < before else ([], plan)
-
-
-def _unmapped(
-    plan: RestorePlan, templates: Mapping[Path, LeafTemplate], leaves: LeafTable
-) -> tuple[list[str], list[str]]:
-    """Leaves without a counterpart for which a leaf of the other side has the same shape and kind of dtype."""
-    new, unread = (
-        [problem.leaf for problem in plan.problems if problem.kind == kind] for kind in ('missing', 'unexpected')
-    )
-    new += [read.name for read in plan.fallback]
-    unread += map(leaf_name, plan.ignored)
-    ours, theirs = _values_by_name(templates), _values_by_name(leaves)
-    values = {ours[name] for name in new} & {theirs.get(name) for name in unread}
-    return [name for name in new if ours[name] in values], [name for name in unread if theirs.get(name) in values]
+    return (rules, len(matched.problems)) if after.difference(dropped) < before else ([], 0)
 
 
 def _values_by_name(table: Mapping[Path, Any]) -> dict[str, tuple[tuple[int, ...], str]]:

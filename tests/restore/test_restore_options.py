@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.serialization import to_state_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from support import independent_reader, partitioner
 from support.bits import bits
@@ -65,8 +64,9 @@ def test_all_leaves_that_do_not_divide_are_in_one_error(tmp_path, inline_bytes):
     with pytest.raises(ShardingMismatch, match='Use None for such a dimension') as caught:
         restore(tmp_path, template)
     assert [problem.leaf for problem in caught.value.problems] == ['rows', 'small']
-    assert "small: dimension 0 of (7,) does not divide by the 4 devices of mesh axis 'x'" in str(caught.value)
-    assert 'rows: dimension 1 of (6, 5)' in str(caught.value)
+    texts = {problem.leaf: str(problem) for problem in caught.value.problems}
+    assert 'axis 0 is partitioned 4 times, but the dimension size is 7 (full shape: (7,)' in texts['small']
+    assert 'axis 1 is partitioned 4 times, but the dimension size is 5 (full shape: (6, 5)' in texts['rows']
     assert 'docs/changed-models.md' not in str(caught.value)
 
 
@@ -92,7 +92,7 @@ def test_through_a_partitioner(tmp_path):
     rules = Partitioner(
         partitioner.mesh((4,), ('x',)), lambda key, _: PartitionSpec('x') if key == 'target/w' else None
     )
-    with pytest.raises(ShardingMismatch, match=r'target/w: dimension 0 of \(6, 4\)'):
+    with pytest.raises(ShardingMismatch, match=r'target/w: .*but the dimension size is 6 \(full shape: \(6, 4\)'):
         restore(tmp_path, state, options={'partitioner': rules})
     rules = Partitioner(rules.mesh, lambda key, _: PartitionSpec(None, None, 'x') if key == 'target/w' else None)
     with pytest.raises(ShardingMismatch, match=r'target/w: .* has 3 entries, the leaf has 2 dimensions \(6, 4\)'):
@@ -761,22 +761,9 @@ def test_the_rules_for_a_wrapped_optimizer_keep_its_state(tmp_path, kind, is_rem
     fresh = {'opt_state': new.init(params), 'params': params}
     with pytest.raises(TreeMismatchError) as raised:
         restore(tmp_path, fresh)
-    assert 'Without a rule' not in str(raised.value)
     restored = restore(tmp_path, fresh, rename=raised.value.rename, missing='init', strict='contains')
     assert len(values(state)) == len(values(restored['opt_state'])) > 0
     jax.tree.map(np.testing.assert_array_equal, values(restored['opt_state']), values(state))
-
-
-def test_the_error_names_the_leaves_that_a_fallback_would_restart(tmp_path):
-    params = {'a': {'w': jnp.ones((4, 3))}}
-    state = {'opt_state': optax.adam(1e-2).init(params)}
-    save(tmp_path, state)
-    # Either of the moments may be the momentum.
-    fresh = {'opt_state': optax.sgd(1e-2, momentum=0.9).init(params)}
-    lost = 'Without a rule for them, opt_state/0/trace/a/w of the template would be new, and opt_state/0/mu/a/w, opt_state/0/nu/'
-    for options in ({}, {'strict': 'contains'}, {'fallback_state': to_state_dict(fresh)}):
-        with pytest.raises(TreeMismatchError, match=lost + 'a/w of the checkpoint unread'):
-            restore(tmp_path, fresh, **options)
 
 
 def test_a_new_leaf_is_not_taken_for_a_renamed_one_of_another_shape_or_kind(tmp_path):

@@ -27,9 +27,8 @@ from t5ckpt.errors import LeafProblem, TreeMismatchError, UnsupportedLeafError, 
 from t5ckpt.format.array_spec import StoredArray
 from t5ckpt.format.dtypes import kind
 from t5ckpt.planning.casts import Cast, cast_dtype, check_cast
-from t5ckpt.planning.device_boxes import sharding_problem
 from t5ckpt.planning.leaf_choice import LeafPatterns
-from t5ckpt.planning.leaf_reads import InlineRead, StoredRead
+from t5ckpt.planning.leaf_reads import InlineRead, StoredRead, sharding_problem
 from t5ckpt.planning.renaming import Rule, renaming_rules
 from t5ckpt.translate import sources_of
 from t5ckpt.tree.leaf_table import Empty, LeafTable

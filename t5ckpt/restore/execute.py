@@ -13,7 +13,7 @@ from typing import Any
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.telemetry import READ_EVENT, record_duration
+from t5ckpt.core.loaded import READ_EVENT, record_duration
 from t5ckpt.core.text import counted, human_bytes
 from t5ckpt.datasets import warn_of_unused
 from t5ckpt.distributed.rounds import Phase
@@ -27,10 +27,8 @@ from t5ckpt.restore.report import report_plan
 from t5ckpt.restore.request import LocalPart, RestoreRequest
 from t5ckpt.restore.resolve import contents_to_restore
 from t5ckpt.tree.leaf_table import Empty, LeafTable, unflatten
-from t5ckpt.tree.leaves import LeafTemplate, is_jax_array
-from t5ckpt.tree.template import leaf_templates
-from t5ckpt.tree.train_state import StateView, flatten_state
-from t5ckpt.tree.transfers import explicit_transfers
+from t5ckpt.tree.leaves import LeafTemplate, explicit_transfers, is_jax_array
+from t5ckpt.tree.train_state import StateView, flatten_state, leaf_templates
 
 _log = logging.getLogger('t5ckpt')
 

@@ -19,8 +19,7 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError, DtypeMismatch, LeafProblem
 from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.dtypes import cast
-from t5ckpt.planning.device_boxes import boxes_wanted
-from t5ckpt.planning.leaf_reads import InlineRead, resized
+from t5ckpt.planning.leaf_reads import InlineRead, boxes_wanted, resized
 from t5ckpt.reading.aligned_memory import aligned_empty
 from t5ckpt.tree.leaves import LeafTemplate, as_instance, base_number, canonical_dtype, is_jax_array
 
@@ -52,7 +51,7 @@ def make_leaf(
     """Makes a leaf from its host buffers, in the type and sharding of its template.
 
     Args:
-      hosts: one buffer for each box of ``planning/device_boxes.py``; must not be written to afterwards.
+      hosts: one buffer for each box of ``planning/leaf_reads.py``; must not be written to afterwards.
       template: the template of the leaf.
       shape: of the complete leaf.
       dtype: of the result; needed also in a process that holds no part of it.

@@ -21,7 +21,7 @@ from t5ckpt.errors import NoEffectWarning
 from t5ckpt.policies import KeepPolicy
 from t5ckpt.save_policies import SaveOnPreemption, SavePolicy, parts_of
 from t5ckpt.storage import Storage
-from t5ckpt.tree.transfers import explicit_transfers
+from t5ckpt.tree.leaves import explicit_transfers
 
 _CONSTRUCTOR = 'Pass it as checkpoints_dir=: Checkpointer(train_state, checkpoints_dir=...).'
 

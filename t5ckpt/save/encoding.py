@@ -31,8 +31,7 @@ from t5ckpt.format.dtypes import to_stored
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite
 from t5ckpt.storage import Storage
-from t5ckpt.tree.leaves import is_jax_array
-from t5ckpt.tree.transfers import explicit_transfers
+from t5ckpt.tree.leaves import explicit_transfers, is_jax_array
 
 _CANDIDATES: tuple[dict[str, Any], ...] = (BIT_LZ4, BIT_ZSTD, ZSTD)
 _SAMPLE_BYTES = 256 * 1024

@@ -25,7 +25,7 @@ from t5ckpt.commit.transaction import CommittedCheckpoint, Transaction, write_ch
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join, parents_of
 from t5ckpt.core.leaf_path import Path
-from t5ckpt.core.telemetry import WRITE_EVENT, record_duration
+from t5ckpt.core.loaded import WRITE_EVENT, record_duration
 from t5ckpt.distributed.rounds import Phase
 from t5ckpt.errors import CheckpointExistsError, SaveFailedError, StepMismatchWarning, T5CkptError
 from t5ckpt.format.array_spec import StoredArray, spec_of

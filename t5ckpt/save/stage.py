@@ -25,8 +25,7 @@ from t5ckpt.format.dtypes import cast, to_stored
 from t5ckpt.lazy import LazyArray
 from t5ckpt.planning.save_plan import ArrayWrite, ChunkWrite, SavePlan
 from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.leaves import LeafToSave, is_jax_array
-from t5ckpt.tree.transfers import explicit_transfers
+from t5ckpt.tree.leaves import LeafToSave, explicit_transfers, is_jax_array
 
 
 class StagedLeaf:

@@ -14,8 +14,7 @@ from t5ckpt.planning.restore_plan import RestoreOptions, plan_restore
 from t5ckpt.save.transforms import LeafAxes
 from t5ckpt.tree.leaf_table import Empty, LeafTable
 from t5ckpt.tree.leaves import leaf_template
-from t5ckpt.tree.template import leaf_templates
-from t5ckpt.tree.train_state import flatten_state
+from t5ckpt.tree.train_state import flatten_state, leaf_templates
 
 
 class TemplateCheck:

@@ -20,8 +20,7 @@ from t5ckpt.format.array_spec import StoredArray, spec_of
 from t5ckpt.format.dtypes import stored_dtype
 from t5ckpt.planning.chunk_shape import DEFAULT_CHUNK_BYTES, choose_chunks
 from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, lookup, unflatten
-from t5ckpt.tree.template import axes_tree
-from t5ckpt.tree.train_state import flatten_state
+from t5ckpt.tree.train_state import axes_tree, flatten_state
 
 _UNKNOWN = object()
 

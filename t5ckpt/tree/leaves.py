@@ -9,19 +9,20 @@ template (:func:`as_instance`, called by ``restore/make_leaf.py``).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.loaded import loaded
 from t5ckpt.core.text import lines
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.errors import T5CkptError, UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
 from t5ckpt.tree.leaf_table import MAX_RANK, MAX_SAVED_DEPTH, Empty, LeafTable
-from t5ckpt.tree.transfers import explicit_transfers
 
 # Libraries whose arrays have more than values, and the conversion that an error suggests.
 _OTHERS = {
@@ -31,6 +32,8 @@ _OTHERS = {
     'torch': 'x.detach().cpu().numpy()',
     'xarray': 'x.to_numpy()',
 }
+# Of transfers between host and devices, for ``jax.transfer_guard``.
+_DIRECTIONS = ('host_to_device', 'device_to_host', 'device_to_device')
 _VALUED = (np.ndarray, np.generic, bool, int, float, complex, str, LazyArray)
 
 
@@ -437,6 +440,34 @@ def _valued(path: Path, leaf: Any) -> Any:
             f'{name}: {kind} says that it is an array of {leaf.dtype} {leaf.shape} and gives {result}. Give a numpy array.'
         )
     return values
+
+
+@contextlib.contextmanager
+def explicit_transfers() -> Generator[None]:
+    """Makes all transfers in a block explicit, as ``jax.device_put`` and ``jax.device_get`` are: the caller of a save wants them.
+
+    Not every JAX function for them has an explicit form (``jax.make_array_from_callback``). The guard is that of the thread.
+
+    Raises:
+      T5CkptError: the guard forbids explicit transfers, too ('disallow_explicit').
+    """
+    jax: Any = loaded('jax')
+    if jax is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for direction in _DIRECTIONS:
+            if getattr(jax.config, f'jax_transfer_guard_{direction}') in ('disallow', 'log'):
+                stack.enter_context(getattr(jax, f'transfer_guard_{direction}')('allow'))
+        try:
+            yield
+        except RuntimeError as error:
+            if 'Disallowed' not in str(error):
+                raise
+            raise T5CkptError(
+                f"jax.transfer_guard('disallow_explicit') forbids a transfer of this save or restore: {error!s:.200}. Call it "
+                "inside jax.transfer_guard('disallow')."
+            ) from error
 
 
 def _is_ref(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A train state as a flat table of leaves, and its step."""
+"""A train state as a flat table of leaves, its step, and the template of each leaf."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import numpy as np
 
 from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.core.protocols import TrainState
+from t5ckpt.core.protocols import Partitioner, TrainState
 from t5ckpt.core.text import shown, some_of
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.lazy import LazyArray
-from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.leaves import check_has_values
-from t5ckpt.tree.transfers import explicit_transfers
+from t5ckpt.tree.leaf_table import Empty, LeafTable, lookup
+from t5ckpt.tree.leaves import LeafTemplate, check_has_values, explicit_transfers, leaf_template
 
 MAX_STEP = 10**18
 # Deeper than a state that can be saved, and shallower than the stack of Python.
@@ -196,3 +195,31 @@ def _found_step(state: Any, table: LeafTable) -> Any:
     if own_step is not None and not callable(own_step):
         return own_step
     return next((table[path] for path in OWN_STEPS if path in table), None)
+
+
+# --- the template of a checkpointer, with the shardings of a partitioner or its own ----------------------------------
+
+
+def leaf_templates(view: StateView, state: Any, partitioner: Partitioner | None) -> dict[Path, LeafTemplate]:
+    """The template of each leaf: with the sharding of the partitioner's mesh and axes, or else the leaf's own."""
+    if partitioner is None or not getattr(partitioner, 'params_on_devices', True):
+        return {path: leaf_template(path, leaf, host=partitioner is not None) for path, leaf in view.table.items()}
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    axes = axes_tree(partitioner, state)
+    templates: dict[Path, LeafTemplate] = {}
+    for path, leaf in view.table.items():
+        spec = lookup(axes, path) if hasattr(leaf, 'shape') else None
+        sharding = NamedSharding(partitioner.mesh, spec if spec is not None else PartitionSpec())
+        templates[path] = leaf_template(path, leaf, sharding)
+    return templates
+
+
+def axes_tree(partitioner: Partitioner, state: Any) -> Any:
+    """The partitioner's PartitionSpecs, as nested dicts or a tree of the state's own types."""
+    from jax.sharding import PartitionSpec
+
+    axes = partitioner.get_mesh_axes(state)
+    if isinstance(axes, PartitionSpec):
+        return {BARE_ARRAY[0]: axes}
+    return axes.state_dict() if hasattr(axes, 'state_dict') else axes

@@ -25,9 +25,8 @@ from t5ckpt.reading.array_reader import ArrayReader, open_contents
 from t5ckpt.reading.contents import leaves_of
 from t5ckpt.storage import open_storage
 from t5ckpt.tiers.exchange import plan_moves, read_with_moves
-from t5ckpt.tree.template import leaf_templates
-from t5ckpt.tree.train_state import flatten_state
-from t5ckpt.tree.transfers import explicit_transfers
+from t5ckpt.tree.leaves import explicit_transfers
+from t5ckpt.tree.train_state import flatten_state, leaf_templates
 
 # By leaf: the shape when it is saved and when it is restored, the dtype, and the axes; None is a host array.
 LEAVES = {

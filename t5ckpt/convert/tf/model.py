@@ -19,8 +19,7 @@ from t5ckpt.save.prepare import write_stream
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.transforms import LeafAxes, transformed
 from t5ckpt.tree.leaf_table import LeafTable
-from t5ckpt.tree.template import leaf_templates
-from t5ckpt.tree.train_state import flatten_state
+from t5ckpt.tree.train_state import flatten_state, leaf_templates
 
 _log = logging.getLogger('t5ckpt')
 

@@ -343,9 +343,8 @@ _CURES = {
     'shape': f'resize= pads with zeros or truncates a leaf with as many axes. {_INITIAL}',
     'sharding': 'Use None for such a dimension in the PartitionSpec (by the rules of a partitioner), or a mesh whose axis '
     'divides it.',
-    'unexpected': "strict='contains' leaves out leaves that the template lacks, ... as a leaf or a subtree of it what is there. "
-    'If leaves appear during a run, as in a replay buffer, use ... as their subtree in the template; '
-    't5ckpt.load_t5x_checkpoint(directory, checkpointer.restored_step) then reads them.',
+    'unexpected': "strict='contains' leaves out all leaves that the template lacks. ... in the template leaves out one leaf or "
+    'subtree, such as a replay buffer that grows; t5ckpt.load_t5x_checkpoint(directory, checkpointer.restored_step) reads it.',
 }
 _CLASSES: dict[str, type[TreeMismatchError]] = {
     'shape': ShapeMismatch,

@@ -32,7 +32,7 @@ MISTAKES = []
 HEAD = """\
 # Errors
 
-Common error messages, each with code that causes it and a link to the fix. Each error of t5ckpt is a
+Common error messages, each with code that causes it and the page that has the fix. Each error of t5ckpt is a
 `t5ckpt.errors.T5CkptError` and a builtin exception; the [list of classes](api.md#errors) has both. Invalid arguments
 raise `ValueError` or `KeyError`. [Many hosts](many-hosts.md#errors) lists the errors of several processes, and
 [the command line](looking.md#the-exit-code-of-a-verb) the exit codes. `docs/make_errors.py` writes this page.
@@ -54,8 +54,8 @@ def setup():
         checkpointer.save(state())
 
 
-def mistake(cure):
-    """Lists a mistake, with links to the pages on its cure."""
+def mistake(cure=''):
+    """Lists a mistake, with links to the pages on its cure, unless the message names one."""
 
     def listed(function):
         MISTAKES.append((function, cure))
@@ -96,31 +96,31 @@ def no_leaf():
 # --- another model --------------------------------------------------------------------------------------------------------
 
 
-@mistake('[Restoring into a changed model](changed-models.md)')
+@mistake()
 def wider():
     """A leaf of another shape"""
     restore({'params': {'dense': {'kernel': jnp.ones((256, 512)), 'bias': jnp.zeros(512)}}, 'step': 0})
 
 
-@mistake('[Restoring into a changed model](changed-models.md)')
+@mistake()
 def renamed():
     """A renamed layer"""
     restore({'params': {'proj': state()['params']['dense']}, 'step': 0})
 
 
-@mistake('[Restoring into a changed model](changed-models.md)')
+@mistake()
 def new_leaf():
     """A leaf that the checkpoint does not have"""
     restore({**state(), 'ema_decay': 0.999})
 
 
-@mistake('[Restoring into a changed model](changed-models.md)')
+@mistake()
 def weights_only():
     """A restore of the weights alone"""
     restore({'params': state()['params']})
 
 
-@mistake('[Restoring into a changed model](changed-models.md)')
+@mistake()
 def another_kind():
     """A leaf of another kind of dtype"""
     restore({**state(), 'step': 0.0})
@@ -272,9 +272,8 @@ def page() -> str:
                 text = said(function, work)
             finally:
                 os.chdir(home)
-        parts.append(
-            f'## {number}. {function.__doc__}\n\n```py\n{shown(function)}\n```\n\n```text\n{text}\n```\n\nSee {cure}.\n'
-        )
+        see = f'\nSee {cure}.\n' if cure else ''
+        parts.append(f'## {number}. {function.__doc__}\n\n```py\n{shown(function)}\n```\n\n```text\n{text}\n```\n{see}')
     return '\n'.join(parts)
 
 

@@ -156,7 +156,7 @@ def _stored_paths(
     arrays = [(math.prod(leaf.shape) * leaf.dtype.itemsize, leaf) for leaf in leaves if leaf.dtype is not None]
     for nbytes, leaf in sorted(arrays, key=operator.itemgetter(0)):
         # A job of one process holds every value.
-        on_leader = is_single or not is_jax_array(leaf.value) or assignment.on_leader(leaf.value)
+        on_leader = is_single or not is_jax_array(leaf.value) or 0 in processes_of(leaf.value.sharding)
         leader_has_all = on_leader and leaf.is_whole_per_process
         in_t5x = t5x_inlines.get(leaf.path)
         must_inline = nbytes == 0 or (on_leader and leaf.shape == ()) or (leader_has_all and in_t5x is True)

@@ -97,10 +97,8 @@ class WriteAssignment:
         self.count = count
         self._loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self._meshes: dict[Any, tuple[MeshLayout, dict[Any, tuple[int, ...]]]] = {}
-        self._at_first: dict[Any, bool] = {}
-        self._held: dict[Any, list[HeldShard]] = {}
         self._chunks: dict[Any, list[Box]] = {}
-        self._chunk_shapes: dict[Any, tuple[int, ...]] = {}
+        self._grids: dict[Any, tuple[ChunkGrid, list[HeldShard]]] = {}
         self._assigned: dict[Any, tuple[tuple[int, ...], tuple[ChunkWrite, ...], frozenset[Box]]] = {}
 
     def chunks_of_this_process(self, shard: HeldShard, grid: ChunkGrid, itemsize: int) -> list[Box]:
@@ -133,17 +131,27 @@ class WriteAssignment:
         key = sharding, shape, itemsize, limit
         if key in self._assigned:
             return self._assigned[key]
-        if sharding is not None:
-            chunk_shape, shards = self.chunk_shape(value, itemsize, limit), self.shards_of(value)
-        else:
-            # Host arrays are written by process 0.
-            chunk_shape = chunk_shape_for(shape, shape, itemsize, limit, 1)
-            shards = [HeldShard(None, Box.whole(shape), (0,))]
-        assigned = chunk_shape, *self._assign(shards, ChunkGrid(shape, chunk_shape), itemsize)
+        if key not in self._grids:
+            self._grids[key] = self._grid_of(value, *key)
+        grid, shards = self._grids[key]
+        assigned = grid.chunk_shape, *self._assign(shards, grid, itemsize)
         if self.count == 1:
             # Of several processes, each assignment depends on the loads of those before it.
             self._assigned[key] = assigned
         return assigned
+
+    def _grid_of(
+        self, value: Any, sharding: Any, shape: tuple[int, ...], itemsize: int, limit: int
+    ) -> tuple[ChunkGrid, list[HeldShard]]:
+        """The chunk grid of an array, and its distinct shards that this process holds, by box."""
+        if sharding is None:
+            # Host arrays are written by process 0.
+            chunk_shape = chunk_shape_for(shape, shape, itemsize, limit, 1)
+            return ChunkGrid(shape, chunk_shape), [HeldShard(None, Box.whole(shape), (0,))]
+        part = tuple(sharding.shard_shape(shape))
+        # An upper bound on the holders of a shard that all processes compute alike.
+        replicas = min(self.count, max(1, sharding.num_devices // ChunkGrid(shape, part).num_chunks))
+        return ChunkGrid(shape, chunk_shape_for(shape, part, itemsize, limit, replicas)), _held_shards(value, self)
 
     def _assign(
         self, shards: Sequence[HeldShard], grid: ChunkGrid, itemsize: int
@@ -161,31 +169,6 @@ class WriteAssignment:
             is_shifted = any(shard.box.start)
             chunks += [ChunkWrite(box, shard.index, box.relative_to(shard.box) if is_shifted else box) for box in boxes]
         return tuple(chunks), frozenset(of_others)
-
-    def shards_of(self, array: Any) -> list[HeldShard]:
-        """The distinct shards of a jax.Array that this process holds, by box."""
-        key = array.sharding, array.shape
-        if key not in self._held:
-            self._held[key] = _held_shards(array, self)
-        return self._held[key]
-
-    def chunk_shape(self, array: Any, itemsize: int, limit: int) -> tuple[int, ...]:
-        """The chunk shape of a jax.Array, see :func:`chunk_shape_for`."""
-        key = array.sharding, array.shape, itemsize, limit
-        if key not in self._chunk_shapes:
-            shape = tuple(array.shape)
-            part = tuple(array.sharding.shard_shape(shape))
-            shards = ChunkGrid(shape, part).num_chunks
-            # An upper bound on the holders of a shard that all processes compute alike.
-            replicas = min(self.count, max(1, array.sharding.num_devices // shards))
-            self._chunk_shapes[key] = chunk_shape_for(shape, part, itemsize, limit, replicas)
-        return self._chunk_shapes[key]
-
-    def on_leader(self, array: Any) -> bool:
-        """Whether process 0 holds any shard of a jax.Array."""
-        if array.sharding not in self._at_first:
-            self._at_first[array.sharding] = any(device.process_index == 0 for device in array.sharding.device_set)
-        return self._at_first[array.sharding]
 
     def layout(self, mesh: Any) -> tuple[MeshLayout, dict[Any, tuple[int, ...]]]:
         """The layout of a mesh, and the positions of this process's devices in it."""

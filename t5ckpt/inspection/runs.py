@@ -57,13 +57,11 @@ class _StepNotFoundError(CheckpointNotFoundError, KeyError):
 class Run(Mapping[int, CheckpointView]):
     """A mapping from step to CheckpointView; its repr is a table of the steps with their metrics.
 
-    Notes: each access lists the steps again, so that new steps of a running training appear. The results of :meth:`series` are
-    cached by this object.
+    Notes: each access lists the steps again, so that new steps of a running training appear.
     """
 
     def __init__(self, storage: Storage):
         self._storage = storage
-        self._series: dict[tuple[int, float | None, str, Any], Any] = {}
 
     @property
     def path(self) -> str:
@@ -131,28 +129,28 @@ class Run(Mapping[int, CheckpointView]):
           since: the first step.
 
         Returns:
-          The results by step. They are cached for the same ``name`` and the same ``fn`` object until the step is saved again.
-          A step that is deleted during the call is left out.
+          The results by step. A step that is deleted during the call is left out.
 
         Raises:
           KeyError: no step has the leaf.
           CheckpointNotFoundError: every step that might have it was deleted during the call.
         """
         values: dict[int, Any] = {}
-        missing: Exception | None = None
-        for summary in self.summaries():
-            if summary.step < since or not summary.complete:
-                continue
-            key = (summary.step, summary.created, name, fn)
-            if key not in self._series:
-                value, error = self._value(summary.step, name, fn)
-                if error is not None:
-                    missing = error
-                    continue
-                self._series[key] = value
-            values[summary.step] = self._series[key]
-        if not values and missing is not None:
-            raise missing
+        gone: CheckpointNotFoundError | None = None
+        for step in self.steps:
+            try:
+                leaf = self[step].get(name) if step >= since else None
+                if leaf is not None:
+                    values[step] = fn(leaf)
+            except CheckpointNotFoundError as error:
+                if step in self.steps:
+                    raise
+                gone = error
+        if not values and gone is not None:
+            raise gone
+        if not values and (steps := self.steps):
+            # Its error names leaves that are meant.
+            _ = self[steps[-1]][name]
         return values
 
     def report(
@@ -212,20 +210,6 @@ class Run(Mapping[int, CheckpointView]):
                     'heat': heat_facts(largest(infos), leaves),
                 }
         return write_report(local, self.path, facts, force)
-
-    def _value(self, step: int, name: str, fn: Callable[[LazyArray], Any]) -> tuple[Any, Exception | None]:
-        """The result of ``fn``, or the error of a step that lacks the leaf or was deleted."""
-        try:
-            view = self[step]
-            try:
-                leaf = view[name]
-            except KeyError as error:
-                return None, error
-            return fn(leaf), None
-        except CheckpointNotFoundError as error:
-            if step in self.steps:
-                raise
-            return None, error
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row per step: bytes, time of the save, pinned, and a column for each metric."""

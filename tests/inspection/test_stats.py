@@ -253,16 +253,13 @@ def test_a_run_is_its_steps(tmp_path):
     run = t5ckpt.open_run(tmp_path)
     assert list(run) == run.steps == [0, 5, 10]
     np.testing.assert_array_equal(run[5]['w'], 5)
-    calls = []
 
     def norm(leaf):
-        calls.append(leaf)
         return float(np.linalg.norm(leaf))
 
     series = run.series('w', norm)
     assert series == pytest.approx({0: 0.0, 5: 75**0.5, 10: 300**0.5})
     assert run.series('w', norm, since=5) == pytest.approx({5: 75**0.5, 10: 300**0.5})
-    assert len(calls) == 3, 'what was computed is kept'
     assert list(run.series('v', norm)) == [5, 10]
     with pytest.raises(KeyError, match='no such leaf'):
         run.series('u', norm)

@@ -414,7 +414,7 @@ class Checkpointer:
             step = step_to_save(state, table, named)
             request = SaveRequest(
                 self._save_context, step, budget, overwrite, facts, round=save_round, in_background=in_background,
-                names_step=named is not None, site=CallSite.here(), is_as_restored=self._restorer.is_as_restored(step, state),
+                names_step=named is not None, site=CallSite.here(),
                 # The iterator advances as soon as the caller continues.
                 files={} if self._restorer.dataset is None else self._restorer.dataset.snapshot(save_round.processes),
             )  # fmt: skip

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.commit.garbage_collection import collect
@@ -64,7 +61,6 @@ class Restorer:
     cast: Cast | None
     saving: PendingSave | None = None
     restored_step: int | None = None
-    _restored_leaves: Sequence[Callable[[], Any]] = ()
 
     @property
     def is_t5x(self) -> bool:
@@ -94,8 +90,6 @@ class Restorer:
 
     def restore(self, choice: LeafChoice, **call: Any) -> Any:
         """Restores the leaves of a choice; ``call`` has fields of RestoreRequest."""
-        import jax
-
         request = RestoreRequest(
             template=self.template,
             partitioner=self.partitioner,
@@ -113,18 +107,7 @@ class Restorer:
             strict=strictness(choice.strict, is_t5x=self.is_t5x),
             **call,
         )
-        state = run_restore(request) if self.tier is None else self.tier.restore(request)
-        self._restored_leaves = [_reference(leaf) for leaf in jax.tree.leaves(state)]
-        return state
-
-    def is_as_restored(self, step: int, state: Any) -> bool:
-        """Whether the leaves of a state are those that the last restore returned for this step."""
-        import jax
-
-        leaves = jax.tree.leaves(state) if step == self.restored_step else []
-        return len(leaves) == len(self._restored_leaves) > 0 and all(
-            _is_same(leaf, restored()) for leaf, restored in zip(leaves, self._restored_leaves, strict=True)
-        )
+        return run_restore(request) if self.tier is None else self.tier.restore(request)
 
     def steps(self, local: Sequence[Any] = ()) -> list[int]:
         """The steps that ``restore_or_init`` tries, ascending, with the ``local_steps`` of all processes."""
@@ -143,15 +126,3 @@ class Restorer:
         if self.tier is None:
             return [self.storage] if shared else []
         return self.tier.damaged_copies(step, shared=shared)
-
-
-def _reference(leaf: Any) -> Callable[[], Any]:
-    """Refers to a leaf without keeping its memory."""
-    return weakref.ref(leaf) if type(leaf).__weakrefoffset__ else lambda: leaf
-
-
-def _is_same(leaf: Any, restored: Any) -> bool:
-    """Whether a leaf is the restored one. An array of NumPy may have been written to since, so it counts as another."""
-    if isinstance(leaf, np.ndarray):
-        return False
-    return leaf is restored or (isinstance(leaf, (bool, int, float, complex, str, np.generic)) and leaf == restored)

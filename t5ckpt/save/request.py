@@ -106,7 +106,6 @@ class SaveRequest:
       in_background: whether the caller continues during the save, and may write to its host arrays.
       names_step: whether the caller has named the step, which may differ from that of the state.
       site: the line of the caller, for warnings from the thread of the save.
-      is_as_restored: whether the arrays are those that were restored from this step; a loop that saves it first is not warned.
       in_parts: whether each process commits what its devices hold to a storage of its own, see ``save/parts.py``.
       frees_step: called if the step exists; renames what is there if it need not stay, and returns whether it did.
       upload_reason: called in process 0 before the commit; why the step is also uploaded, or None.
@@ -125,7 +124,6 @@ class SaveRequest:
     in_background: bool = False
     names_step: bool = False
     site: CallSite | None = None
-    is_as_restored: bool = False
     in_parts: bool = False
     frees_step: Callable[[], bool] = lambda: False
     upload_reason: Callable[[], str | None] = lambda: None
@@ -161,10 +159,9 @@ class SaveRequest:
         """Logs that the save is skipped, since a complete step exists."""
         where = self.context.storage.url(occupant.name)
         written = '' if occupant.is_t5x else f', in the layout of {occupant.layout}'
-        cure = '; save(..., overwrite=True) replaces it' if occupant.is_t5x and not self.is_as_restored else ''
-        level = logging.INFO if self.is_as_restored else logging.WARNING
+        cure = '; save(..., overwrite=True) replaces it' if occupant.is_t5x else ''
         text = 'Skipping save checkpoint for step %d (directory %s already exists%s)%s'
-        _log.log(level, text, self.step, where, written, cure)
+        _log.warning(text, self.step, where, written, cure)
 
 
 class LaterSteps:

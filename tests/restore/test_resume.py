@@ -698,13 +698,3 @@ def test_a_replacement_without_its_group_names_the_rule(tmp_path):
         pytest.raises(ValueError, match='does not fit the pattern'),
     ):
         restore_or_init(ck, train_state, initial_checkpoint=warm)
-
-
-def test_a_loop_that_saves_the_restored_step_first_is_not_warned(tmp_path, caplog):
-    run_with(tmp_path, [1, 2])
-    with Checkpointer(train_state(), checkpoints_dir=tmp_path) as ck:
-        state = restore_or_init(ck, must_not_run)
-        assert ck.save(state) is None
-        assert [record for record in caplog.records if record.levelname == 'WARNING'] == []
-        assert ck.save(state, step=1) is None
-    assert re.search(r'step 1 \(.*already exists\); save\(\.\.\., overwrite=True\) replaces it', caplog.text)

@@ -11,9 +11,9 @@ from typing import Self
 
 import click
 
-from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.protocols import Clock, Progress
 from t5ckpt.core.text import printable
+from t5ckpt.core.thread_pool import InterruptSafeEvent
 from t5ckpt.progress import ProgressReporter, progress_text
 
 _SILENT_SECONDS = 10.0

@@ -25,10 +25,44 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
-from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
-
 _Result = TypeVar('_Result')
 _Given = ParamSpec('_Given')
+
+
+_WAIT_SECONDS = 0.5
+
+
+class InterruptSafeEvent:
+    """An event that is set once, by any thread, and that an interrupt cannot leave locked.
+
+    ``threading.Event``, ``Condition`` and ``Semaphore`` are implemented in Python around a lock. An exception from a signal
+    handler, such as Ctrl-C, between acquiring that lock and the following ``try`` leaves it locked forever (CPython issue 74174),
+    and the thread that would set the event blocks. Each operation used here is a single one in C.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def is_set(self) -> bool:
+        """Whether the event is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Sets the event and wakes all waiting threads."""
+        self._is_set = True
+        self._wake.put(None)
+
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Waits until the event is set, at most ``seconds``; returns whether it is set."""
+        end = time.monotonic() + seconds
+        while not self._is_set and (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                # Short, because Python handles a signal just before a wait after it.
+                self._wake.get(timeout=min(left, _WAIT_SECONDS))
+                # Wakes the next waiting thread. After an interrupt here that thread waits until its time-out.
+                self._wake.put(None)
+        return self._is_set
 
 
 _LAST_SECONDS = 5.0

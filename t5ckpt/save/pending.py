@@ -25,9 +25,8 @@ from typing import Any
 
 from t5ckpt.commit.transaction import CommittedCheckpoint
 from t5ckpt.core.arguments import check_callables
-from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
 from t5ckpt.core.text import lines, printable
-from t5ckpt.core.thread_pool import start_thread
+from t5ckpt.core.thread_pool import InterruptSafeEvent, start_thread
 from t5ckpt.errors import SaveFailedError
 from t5ckpt.save.execute import PreparedSave
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from t5ckpt.core.interrupt_safe_event import InterruptSafeEvent
+from t5ckpt.core.thread_pool import InterruptSafeEvent
 from t5ckpt.errors import UnsupportedLeafError
 from t5ckpt.format.dtypes import cast, to_stored
 from t5ckpt.lazy import LazyArray

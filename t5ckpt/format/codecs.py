@@ -9,14 +9,16 @@ from __future__ import annotations
 import bz2
 import gzip
 import importlib
+import lzma
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from t5ckpt.errors import UnsupportedFormatError
+from t5ckpt.format.dtypes import TYPESTRS
 
 AUTO: dict[str, Any] = {'id': 'auto'}
 """Placeholder for a codec that is chosen during the save; never written."""
@@ -39,11 +41,33 @@ CODECS: Mapping[str | None, dict[str, Any] | None] = {
 
 # The header of a blosc chunk (README_CHUNK_FORMAT.rst of c-blosc): four bytes, the sizes of the values, a block and the chunk.
 _BLOSC_HEADER = struct.Struct('<4B3I')
-# numcodecs is built without snappy.
-_BLOSC_CODECS = ('blosclz', 'lz4', 'lz4hc', 'zlib', 'zstd')
+_BLOSC_CODECS = ('blosclz', 'lz4', 'lz4hc', 'snappy', 'zlib', 'zstd')
 # BLOSC_MAX_BUFFERSIZE of c-blosc.
 _BLOSC_BYTES = 2**31 - 17
-_DAMAGED = (ValueError, RuntimeError, OSError, EOFError, zlib.error, struct.error, IndexError)
+_NUMCODECS = {
+    'adler32',
+    'astype',
+    'bitround',
+    'blosc',
+    'bz2',
+    'crc32',
+    'delta',
+    'fixedscaleoffset',
+    'fletcher32',
+    'gzip',
+    'jenkins_lookup3',
+    'lz4',
+    'lzma',
+    'packbits',
+    'quantize',
+    'shuffle',
+    'zlib',
+    'zstd',
+}
+_NUMCODECS_ERRORS = (
+    *(ValueError, TypeError, RuntimeError, OSError, EOFError, ArithmeticError, IndexError),
+    *(lzma.LZMAError, zlib.error, struct.error),
+)
 WORDS = {size: np.dtype(f'u{size}') for size in (1, 2, 4, 8)}
 """The unsigned dtype of each size, to copy or shuffle elements whatever their dtype."""
 
@@ -69,82 +93,127 @@ def encode(values: np.ndarray, compressor: Mapping[str, Any] | None) -> Any:
     if compressor['id'] == 'gzip':
         # numcodecs writes the time into the header, so that unchanged chunks would differ.
         return gzip.compress(words, compressor['level'], mtime=0)
-    return _codec(dict(compressor)).encode(words)
+    return _codec(compressor).encode(words)
 
 
 def is_decodable(codec: Mapping[str, Any]) -> bool:
-    """Whether :func:`decode` knows a compressor of zarr v2: those that TensorStore writes, and so T5X, without blosc's snappy."""
-    kind = codec.get('id')
-    return kind in _STREAMS or kind == 'zstd' or (kind == 'blosc' and codec.get('cname', 'lz4') in _BLOSC_CODECS)
+    """Whether :func:`decode` knows a codec or a filter of zarr v2; none of them calls pickle or allocates by a header alone."""
+    is_known = (
+        codec.get('id') in _NUMCODECS
+        and codec.get('cname', 'lz4') in _BLOSC_CODECS
+        and all(str(codec[key]) in TYPESTRS for key in codec if key.endswith(('dtype', 'astype')))
+    )
+    try:
+        return is_known and bool(_codec(codec))
+    except TypeError:
+        # A newer numcodecs may have more parameters.
+        return False
 
 
-def decode(data: memoryview, codec: Mapping[str, Any], out: memoryview) -> None:
-    """Decodes a chunk into a buffer of its exact size.
+def decode(data: memoryview, codecs: Sequence[Mapping[str, Any]], out: memoryview) -> None:
+    """Decodes a chunk with codecs, in this order, into a buffer of its exact size.
 
     Raises:
       ValueError: the data is damaged, or its values have another size.
       UnsupportedFormatError: a zstd frame does not say how many values it has.
-      MemoryError: the process cannot get the memory that the codec needs.
+      MemoryError: the process cannot get the memory that the codecs need.
     """
-    kind = codec['id']
+    values: Any = data
     try:
-        values = _streamed(kind, data, len(out)) if kind in _STREAMS else None
-        size = _SIZES[kind](data) if values is None else len(values)
-        if size == len(out) and values is None:
-            _codec({'id': kind}).decode(data, out)
+        # Kilobytes may be gigabytes of values. Filters make them smaller, by 16 times at most.
+        limit = 16 * len(out) + 2**20
+        for position, codec in enumerate(codecs, 1):
+            is_last = position == len(codecs)
+            most = len(out) if is_last else limit
+            if codec['id'] in _STREAMS:
+                values = _streamed(codec, values, most)
+                continue
+            size = _SIZES[codec['id']](values) if codec['id'] in _SIZES else None
+            if (size or 0) > most or (is_last and size not in (None, most)):
+                raise ValueError(f'its header describes {size:,} bytes of values, expected {len(out):,}')
+            if position > 1 and memoryview(values).nbytes > limit:
+                raise ValueError(f'it has more than {limit:,} bytes before its last filter')
+            # The others do not say how much of a buffer they have filled.
+            values = _codec(codec).decode(values, *([out] if is_last and size is not None else []))
+        decoded = memoryview(values).cast('B')
     except UnsupportedFormatError:
         raise
-    except _DAMAGED as error:
+    except _NUMCODECS_ERRORS as error:
         raise ValueError(f'{type(error).__name__}: {error}') from error
-    if size != len(out):
-        raise ValueError(f'it has {size:,} bytes of values, expected {len(out):,}')
-    if values is not None:
+    if len(decoded) != len(out):
+        raise ValueError(f'it has {len(decoded):,} bytes of values, expected {len(out):,}')
+    if decoded.obj is not out.obj:
         # Without the GIL.
-        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(values, np.uint8))
+        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(decoded, np.uint8))
 
 
-def _streamed(kind: str, data: memoryview, most: int) -> bytes:
+def _streamed(codec: Mapping[str, Any], data: Any, most: int) -> bytes:
     """The values of a stream, or of several that follow each other (RFC 1952, 2.2): at most one byte more than ``most``."""
     values, left = b'', data
     while True:
-        stream = _STREAMS[kind]()
+        stream = _STREAMS[codec['id']](codec)
         values += stream.decompress(left, most + 1 - len(values))
         if not stream.eof and len(values) <= most:
             raise ValueError('it is cut off')
         # Tools that write whole blocks add zeros, which gzip skips.
         left = stream.unused_data.lstrip(b'\0')
-        if not left or kind == 'zlib' or len(values) > most:
+        if not left or codec['id'] == 'zlib' or len(values) > most:
             return values
 
 
-def _blosc_size(data: memoryview) -> int:
+def _blosc_size(data: Any) -> int:
     """The size of the values in a blosc chunk, by its header, which also has that of the data."""
-    *_, size, _, total = _BLOSC_HEADER.unpack_from(data)
-    if total != len(data):
-        raise ValueError(f'its header describes {total:,} bytes, and it has {len(data):,}')
+    encoded = memoryview(data).cast('B')
+    *_, size, _, total = _BLOSC_HEADER.unpack_from(encoded)
+    if total != len(encoded):
+        raise ValueError(f'its header describes {total:,} bytes, and it has {len(encoded):,}')
     return size
 
 
-def _zstd_size(data: memoryview) -> int:
+def _zstd_size(data: Any) -> int:
     """The size of the values in a zstd frame, by its header (RFC 8878, 3.1.1.1)."""
-    flags = data[4]
+    encoded = bytes(memoryview(data).cast('B')[:18])
+    flags = encoded[4]
     is_single = flags >> 5 & 1
     start = 6 - is_single + (0, 1, 2, 4)[flags & 3]
     length = (is_single, 2, 4, 8)[flags >> 6]
     if not length:
         # numcodecs does not decode it, and a decoder of streams would end at no limit.
         raise UnsupportedFormatError('its zstd frame does not say how many values it has; TensorStore reads it')
-    return int.from_bytes(data[start : start + length], 'little') + 256 * (length == 2)
+    return int.from_bytes(encoded[start : start + length], 'little') + 256 * (length == 2)
 
 
-_SIZES: Mapping[str, Callable[[memoryview], int]] = {'blosc': _blosc_size, 'zstd': _zstd_size}
+def _lz4_size(data: Any) -> int:
+    """The size of the values in a chunk of LZ4, which numcodecs writes before it."""
+    return int.from_bytes(bytes(memoryview(data).cast('B')[:4]), 'little')
+
+
+_SIZES: Mapping[str, Callable[[Any], int]] = {'blosc': _blosc_size, 'lz4': _lz4_size, 'zstd': _zstd_size}
+
+
 # Of the codecs whose chunks do not say how many values they have.
-_STREAMS: Mapping[str, Callable[[], Any]] = {
-    'bz2': bz2.BZ2Decompressor,
-    'gzip': lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
-    'zlib': zlib.decompressobj,
+_STREAMS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    'gzip': lambda _: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    'zlib': lambda _: zlib.decompressobj(),
+    'bz2': lambda _: bz2.BZ2Decompressor(),
+    'lzma': lambda codec: lzma.LZMADecompressor(codec.get('format', lzma.FORMAT_XZ), filters=codec.get('filters')),
 }
 
 
-def _codec(fields: dict[str, Any]) -> Any:
-    return importlib.import_module('numcodecs').get_codec(fields)
+class _Snappy:
+    """Decodes blosc chunks of snappy, which c-blosc is built with in TensorStore and not in numcodecs."""
+
+    @staticmethod
+    def decode(data: Any, _: memoryview | None = None) -> memoryview:
+        size = [_blosc_size(data)]
+        metadata = {'shape': size, 'chunks': size, 'dtype': '|u1', 'compressor': {'id': 'blosc'}}
+        tensorstore = importlib.import_module('tensorstore')
+        store = tensorstore.open(
+            {'driver': 'zarr', 'kvstore': {'driver': 'memory'}, 'metadata': metadata}, create=True
+        ).result()
+        store.kvstore['0'] = bytes(data)
+        return store.read().result().data
+
+
+def _codec(fields: Mapping[str, Any]) -> Any:
+    return _Snappy if fields.get('cname') == 'snappy' else importlib.import_module('numcodecs').get_codec(dict(fields))

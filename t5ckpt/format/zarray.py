@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from t5ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from t5ckpt.format.array_spec import StoredArray, is_list_of_sizes, layout_of
 from t5ckpt.format.chunk_grid import ChunkGrid
-from t5ckpt.format.codecs import is_decodable
+from t5ckpt.format.codecs import codec_text, is_decodable
 from t5ckpt.format.decoding import decoding
 from t5ckpt.format.dtypes import TYPESTRS, name_of, zarr_typestr
 from t5ckpt.format.file_checksums import FileEntry, entry_of
@@ -66,7 +66,7 @@ class ChunkLayout:
       grid: of the chunks.
       dtype: of the elements, with their byte order.
       is_fortran: whether the first axis varies fastest.
-      codec: of the chunks; None for plain ones.
+      codecs: in the order of decoding.
       fill: the value of the elements of absent chunks; None if no chunk may be absent.
       offset: of the chunk in its file, in bytes.
       file_bytes: of the file of each chunk; None if the chunks are encoded.
@@ -75,7 +75,7 @@ class ChunkLayout:
     grid: ChunkGrid
     dtype: np.dtype
     is_fortran: bool = False
-    codec: Mapping[str, Any] | None = None
+    codecs: Sequence[Mapping[str, Any]] = ()
     fill: Any = None
     offset: int = 0
     file_bytes: int | None = None
@@ -122,7 +122,8 @@ def _decoded(data: bytes, shape: tuple[int, ...], dtype: np.dtype) -> ChunkLayou
 
 
 def _parsed(fields: Any, shape: tuple[int, ...], dtype: np.dtype) -> ChunkLayout:
-    chunks, typestr, codec = tuple(fields['chunks']), str(fields['dtype']), fields.get('compressor')
+    chunks, typestr, codecs = tuple(fields['chunks']), str(fields['dtype']), fields.get('filters') or ()
+    codecs = [codec for codec in (fields.get('compressor'), *reversed(codecs)) if codec is not None]
     order, separator = fields.get('order', 'C'), fields.get('dimension_separator', '.')
     if fields['zarr_format'] != 2:
         raise CorruptCheckpointError(f'its zarr_format is {fields["zarr_format"]!r:.40}, expected 2.')
@@ -135,23 +136,19 @@ def _parsed(fields: Any, shape: tuple[int, ...], dtype: np.dtype) -> ChunkLayout
         raise UnsupportedFormatError(
             f'.zarray has the dtype {typestr!r:.80}, and the manifest {name_of(dtype)}. {_OTHER_TOOL}'
         )
-    known = {
-        'compressor': codec is None or is_decodable(codec),
-        'filters': not fields.get('filters'),
-        'order': order in ('C', 'F'),
-        'dimension_separator': separator in ('.', '/'),
-    }
-    refused = [f'{key} {fields[key]!r:.80}' for key, is_known in known.items() if not is_known]
+    known = {'order': order in ('C', 'F'), 'dimension_separator': separator in ('.', '/')}
+    refused = [f'codec {codec_text(codec)!r:.40}' for codec in codecs if not is_decodable(codec)]
+    refused += [f'{key} {fields[key]!r:.40}' for key, is_known in known.items() if not is_known]
     if refused:
         raise UnsupportedFormatError(f'.zarray has the {refused[0]}, which is not read here. {_OTHER_TOOL}')
     layout = ChunkLayout(
         ChunkGrid(shape, chunks, separator),
         dtype.newbyteorder('>' if typestr.startswith('>') else '='),
         order == 'F',
-        codec,
+        codecs,
         _fill(fields.get('fill_value'), dtype, is_opaque=is_opaque),
     )
-    return layout if codec else dataclasses.replace(layout, file_bytes=layout.chunk_bytes)
+    return layout if codecs else dataclasses.replace(layout, file_bytes=layout.chunk_bytes)
 
 
 def _fill(value: Any, dtype: np.dtype, *, is_opaque: bool) -> np.ndarray | None:

@@ -25,7 +25,6 @@ import math
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -192,7 +191,7 @@ class ChunkedArray(OpenArray):
           CorruptCheckpointError: a chunk is missing or has another size; it is verified if all chunks are.
         """
         layout, mapped = self._layout, dict[Box, np.ndarray]()
-        if layout.codec or not self._has_bits or layout.is_fortran or self.is_filled:
+        if layout.codecs or not self._has_bits or layout.is_fortran or self.is_filled:
             return None
         files: dict[str, np.ndarray] = {}
         for box in boxes:
@@ -238,7 +237,7 @@ class ChunkedArray(OpenArray):
         files, layout, chunk = self._files, self._layout, self.grid.box(index)
         inside = [box.intersect(chunk) for box in boxes]
         covered = sum(box.size for box in inside)
-        if layout.codec or (files.checksums is not None and (self._verifies_all or covered * 2 >= chunk.size)):
+        if layout.codecs or (files.checksums is not None and (self._verifies_all or covered * 2 >= chunk.size)):
             yield layout.chunk_bytes, None
             return
         regions = [self._in_chunk(box, index) for box in inside]
@@ -257,10 +256,10 @@ class ChunkedArray(OpenArray):
         file = self._file(index)
         try:
             with self._files.opened(file, self._name, whole=part is None) as opened:
-                if self._layout.codec is None:
-                    self._read_plain(opened, file, regions, part)
+                if self._layout.codecs:
+                    self._read_encoded(opened, file, regions)
                 else:
-                    self._read_encoded(opened, file, regions, self._layout.codec)
+                    self._read_plain(opened, file, regions, part)
         except CheckpointNotFoundError as error:
             if not self.is_filled:
                 raise self._files.missing(file, self._name) from error
@@ -296,7 +295,7 @@ class ChunkedArray(OpenArray):
         if part is None:
             self._files.compare(file, self._name, (layout.chunk_bytes, state.hexdigest()))
 
-    def _read_encoded(self, opened: OpenFile, file: str, regions: Sequence[Region], codec: Mapping[str, Any]) -> None:
+    def _read_encoded(self, opened: OpenFile, file: str, regions: Sequence[Region]) -> None:
         size, chunk_bytes = opened.size or 0, self._layout.chunk_bytes
         where = self._files.where(file, self._name)
         check_chunk(chunk_bytes, lambda: size, where)
@@ -309,7 +308,7 @@ class ChunkedArray(OpenArray):
                 self._files.compare(file, self._name, entry_of(encoded))
                 values = memory[held:] if into is None else into
                 try:
-                    decode(encoded, codec, values)
+                    decode(encoded, self._layout.codecs, values)
                 except UnsupportedFormatError as error:
                     raise UnsupportedFormatError(f'{where}: {error}.') from error
                 except ValueError as error:

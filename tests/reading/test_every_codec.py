@@ -44,25 +44,37 @@ EXTENDED = (
     'float8_e5m2fnuz',
 )
 EXTENDED += ('float8_e8m0fnu', *SUB_BYTE)
-#: What TensorStore writes of zarr v2 (0.1.86), without blosc's snappy, which numcodecs lacks.
+#: What TensorStore writes of zarr v2 (0.1.86).
 COMPRESSORS = [
     None,
     *({'id': name, 'level': 1} for name in ('zlib', 'gzip', 'bz2', 'zstd')),
     *(
         {'id': 'blosc', 'cname': name, 'clevel': 5, 'shuffle': shuffle}
-        for name in ('lz4', 'lz4hc', 'blosclz', 'zstd', 'zlib')
+        for name in ('lz4', 'lz4hc', 'blosclz', 'zstd', 'zlib', 'snappy')
         for shuffle in (-1, 0, 1, 2)
     ),
 ]
 
 
-#: What numcodecs writes of these.
-CODECS = [
-    numcodecs.Zstd(3, checksum=True),
-    numcodecs.BZ2(1),
-    numcodecs.Zlib(1),
-    *(numcodecs.Blosc('zstd', 3, shuffle) for shuffle in range(-1, 3)),
-]
+def chains(dtype):
+    """Codecs of numcodecs that lose nothing of a dtype: filters, then a compressor, in the order of encoding."""
+    yield from (
+        [codec] for codec in (numcodecs.LZ4(), numcodecs.LZMA(), numcodecs.Zstd(3, checksum=True), numcodecs.BZ2(1))
+    )
+    yield from ([numcodecs.Blosc('zstd', 3, shuffle)] for shuffle in range(-1, 3))
+    yield from (
+        [codec, numcodecs.Zlib(1)] for codec in (numcodecs.CRC32(), numcodecs.Adler32(), numcodecs.Fletcher32())
+    )
+    yield [numcodecs.GZip(1), numcodecs.LZ4()]
+    yield [numcodecs.Shuffle(dtype.itemsize), numcodecs.LZ4()]
+    if dtype.kind in 'iu':
+        yield [numcodecs.Delta(dtype.str), numcodecs.Zstd(1)]
+        yield [numcodecs.Delta(dtype.str), numcodecs.Shuffle(dtype.itemsize), numcodecs.Zlib(1)]
+    if dtype.kind in 'iu' and dtype.itemsize < 8:
+        yield [numcodecs.AsType(f'<{dtype.kind}8', dtype.str), numcodecs.LZ4()]
+    if dtype.kind == 'b':
+        yield [numcodecs.PackBits(), numcodecs.LZ4()]
+
 
 LAYOUTS = [
     *itertools.product([((6, 5), (4, 3)), ((7,), (3,)), ((3, 4, 5), (2, 4, 2)), ((5, 4), (5, 4))], 'CF', './'),
@@ -81,9 +93,10 @@ def by_tensorstore(directory, values, chunks, order, separator, compressor, type
     ts.open(spec, create=True, dtype=ts.dtype(values.dtype.name)).result().write(values).result()
 
 
-def by_numcodecs(directory, values, chunks, order, separator, codec, typestr):
+def by_numcodecs(directory, values, chunks, order, separator, codecs, typestr):
+    *filters, compressor = [codec.get_config() for codec in codecs]
     metadata = {'zarr_format': 2, 'shape': values.shape, 'chunks': chunks, 'dtype': typestr, 'fill_value': None}
-    metadata |= {'filters': None, 'compressor': codec.get_config(), 'order': order, 'dimension_separator': separator}
+    metadata |= {'filters': filters or None, 'compressor': compressor, 'order': order, 'dimension_separator': separator}
     directory.mkdir(parents=True)
     (directory / '.zarray').write_text(json.dumps(metadata))
     dtype = np.dtype(typestr) if values.dtype.name in PLAIN else values.dtype
@@ -93,14 +106,15 @@ def by_numcodecs(directory, values, chunks, order, separator, codec, typestr):
         part = values[tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(index, chunks, strict=True))]
         whole[tuple(map(slice, part.shape))] = part
         data = np.frombuffer(whole.tobytes(order), dtype if dtype.name in PLAIN else np.uint8)
-        data = codec.encode(data)
+        for codec in codecs:
+            data = codec.encode(data)
         path = directory / (separator.join(map(str, index)) or '0')
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(memoryview(data).cast('B')))
 
 
 def arrays():
-    """Name, writer, dtype, type in ``.zarray`` and codec of each array."""
+    """Name, writer, dtype, type in ``.zarray`` and codecs of each array."""
     for name, compressor in itertools.product((*PLAIN, *EXTENDED), COMPRESSORS):
         label = '-'.join(map(str, compressor.values())) if compressor else 'plain'
         big = np_dtype(name).newbyteorder('>').str if name in PLAIN else None
@@ -112,8 +126,8 @@ def arrays():
         if name in ('int32', 'float32', 'complex64'):
             typestrs.append(dtype.newbyteorder('>').str)
         for typestr in typestrs:
-            for number, codec in enumerate(CODECS):
-                yield f'{name}-numcodecs-{number}-{typestr}', by_numcodecs, name, typestr, codec
+            for number, codecs in enumerate(chains(np.dtype(typestr))):
+                yield f'{name}-numcodecs-{number}-{typestr}', by_numcodecs, name, typestr, codecs
 
 
 @pytest.fixture(scope='module')
@@ -121,11 +135,11 @@ def written(tmp_path_factory):
     """A run whose only step has them all, and their values."""
     run, values, tree = tmp_path_factory.mktemp('codecs'), {}, {}
     rng = np.random.default_rng(0)
-    for (name, write, dtype, typestr, codec), layout in zip(arrays(), itertools.cycle(LAYOUTS)):
+    for (name, write, dtype, typestr, codecs), layout in zip(arrays(), itertools.cycle(LAYOUTS)):
         (shape, chunks), order, separator = layout
         values[name] = random_bits(rng, shape, np_dtype(dtype))
         directory = pathlib.Path(run, 'checkpoint_1', f'target.{len(values)}')
-        write(directory, values[name], chunks, order, separator, codec, typestr)
+        write(directory, values[name], chunks, order, separator, codecs, typestr)
         metadata = json.loads((directory / '.zarray').read_text())
         tree[name] = {
             'driver': 'zarr',

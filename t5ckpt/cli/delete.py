@@ -32,7 +32,7 @@ from t5ckpt.cli.verb import (
     table,
     verb,
 )
-from t5ckpt.commit.deletion import decide_deletion, hide
+from t5ckpt.commit.deletion import decide_deletion, find_step, hide
 from t5ckpt.commit.retention import Retention, missing_from_all
 from t5ckpt.core.text import counted, numbered, numbered_are, some_of
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
@@ -104,7 +104,8 @@ def rm(path: str, others: Sequence[str], tier: str | None, pinned: bool, force: 
     """Deletes the step at PATH, or steps of the run at PATH. Each STEP is a number, or a path of a step.
 
     A step is hidden in one atomic operation, and then removed. If one of the steps is pinned, held by a reader, or waits for
-    its upload, nothing is deleted. Steps of Orbax and Flax are not deleted. To delete steps by a rule, use t5ckpt prune.
+    its upload, nothing is deleted. A step of Orbax or Flax is deleted with all of its files. To delete steps by a rule, use
+    t5ckpt prune.
 
     Exit codes: 0 done; 1 a step must be kept, or could not be deleted; 3 no such step.
 
@@ -116,26 +117,26 @@ def rm(path: str, others: Sequence[str], tier: str | None, pinned: bool, force: 
     """
     runs, steps = _named(path, others, tier)
     # The run's storage may not answer, so its steps are the first. A step may be in one tier only.
-    targets = [
-        (name, step)
+    targets = {
+        (name, step): find_step(run, step)
         for name, run in sorted(runs.items(), key=str, reverse=True)
         for step in steps
         if len(runs) == 1 or has_step(run, step)
-    ]
+    }
     absent = sorted(set(steps) - {step for _, step in targets})
     if absent:
         places = ' nor '.join(run.url() for run in runs.values())
         raise CheckpointNotFoundError(f'{numbered_are("step", absent)} in neither {places}.')
     even = {'even_pinned': pinned, 'even_waiting': force}
-    plan = [(name, decide_deletion(runs[name], step, time.time, **even)) for name, step in targets]
+    plan = [(name, decide_deletion(runs[name], listed, time.time, **even)) for (name, _), listed in targets.items()]
     failed: dict[_Target, str] = {}
 
     def delete() -> tuple[list[_Target], Mapping[_Target, str]]:
-        for name, step in targets:
+        for target, listed in targets.items():
             try:
-                hide(runs[name], step, time.time, **even)()
+                hide(runs[target[0]], listed, time.time, **even)()
             except StepKeptError as error:
-                failed[name, step] = str(error)
+                failed[target] = str(error)
         return [target for target in targets if target not in failed], failed
 
     kept = list(dict.fromkeys(each.step for _, each in plan if each.keep))

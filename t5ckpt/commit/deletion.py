@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Generator
 
-from t5ckpt.catalog.layouts import ListedStep, other_layout
+from t5ckpt.catalog.layouts import LEVANTER, ORBAX, ListedStep, has_placeholder, orbax_marks, other_layout
 from t5ckpt.catalog.listing import inspect_step, listing
 from t5ckpt.catalog.locate import no_step
 from t5ckpt.commit.holds import held_steps
@@ -23,19 +23,28 @@ from t5ckpt.commit.removal import (
     delete_manifest,
     directories_of,
     end_work,
+    hide_directory,
     is_pinned,
     kept_by,
     remove_unnamed,
     rename_aside,
+    unless_renameless,
 )
 from t5ckpt.commit.taken_steps import BeingHiddenError, locked
 from t5ckpt.core.keys import join
 from t5ckpt.core.protocols import Clock
 from t5ckpt.errors import AccessDeniedError, StepKeptError, T5CkptError
-from t5ckpt.format.names import MANIFEST, PINNED, step_dir, to_persist_file
+from t5ckpt.format.names import (
+    DAMAGED_MANIFEST,
+    MANIFEST,
+    PINNED,
+    step_dir,
+    to_persist_file,
+)
 from t5ckpt.policies import Decision
 from t5ckpt.storage import Storage
 
+_Announcement = tuple[dict[int, Marker], Collection[int]]
 _log = logging.getLogger('t5ckpt')
 
 
@@ -53,30 +62,30 @@ def find_step(storage: Storage, step: int) -> ListedStep:
     raise no_step(storage, step, listing(storage))
 
 
-def decide_deletion(storage: Storage, step: int, clock: Clock, **even: bool) -> Decision:
+def decide_deletion(storage: Storage, listed: ListedStep, clock: Clock, **even: bool) -> Decision:
     """Decides whether a step may be deleted, with the reason; changes nothing. ``even`` is as for ``removal.kept_by``.
 
     Raises:
-      CheckpointNotFoundError: the step does not exist; the message lists the steps.
-      UnsupportedFormatError: the step is in another layout, or of a newer program.
+      UnsupportedFormatError: a newer program wrote it.
     """
-    _check_own(storage, step)
-    reason = kept_by(storage, step, held_steps(storage, clock), **even)
-    return Decision(step, reason is not None, reason or 'requested')
+    if listed.is_t5x:
+        check_known(storage, listed.name)
+    reason = kept_by(storage, listed, held_steps(storage, clock), **even)
+    requested = (
+        'requested' if listed.is_t5x else f'requested; in the layout of {listed.layout}, and deleted with all files'
+    )
+    return Decision(listed.step, reason is not None, reason or requested)
 
 
-def check_deletable(storage: Storage, step: int, clock: Clock, **even: bool) -> None:
-    """Raises the error that :func:`delete_step` would raise before it changes anything."""
-    _check_own(storage, step)
-    check_not_kept(storage, step, held_steps(storage, clock), 'deleted', **even)
-
-
-def _check_own(storage: Storage, step: int) -> None:
+def check_deletable(storage: Storage, step: int, clock: Clock, **even: bool) -> ListedStep:
+    """Raises the error that :func:`delete_step` would raise before it changes anything; returns the step."""
     listed = find_step(storage, step)
     if not listed.is_t5x:
-        cure = 'Remove it with the program that wrote it.'
-        raise other_layout(storage.url(listed.name), listed.layout, 'which t5ckpt does not delete', cure)
+        cure = f'Remove it with the program that wrote it, or with t5ckpt rm {storage.url()}@{step}.'
+        raise other_layout(storage.url(listed.name), listed.layout, 'which this call does not delete', cure)
     check_known(storage, listed.name)
+    check_not_kept(storage, listed, held_steps(storage, clock), 'deleted', **even)
+    return listed
 
 
 def delete_step(storage: Storage, step: int, clock: Clock, **even: bool) -> None:
@@ -88,46 +97,54 @@ def delete_step(storage: Storage, step: int, clock: Clock, **even: bool) -> None
       StepKeptError: it is pinned, held by a reader, or waits for its upload; nothing was changed.
       StorageError: the storage failed; the step is unchanged, or is not listed.
     """
-    check_deletable(storage, step, clock, **even)
-    hide(storage, step, clock, **even)()
+    hide(storage, check_deletable(storage, step, clock, **even), clock, **even)()
 
 
 @contextlib.contextmanager
 def announced(
-    storage: Storage, step: int, clock: Clock, directories: Collection[str] = ()
-) -> Generator[tuple[Marker, Collection[int]]]:
-    """Yields a marker, and the steps that readers hold, after readers can see that a step is about to be hidden or changed.
+    storage: Storage, steps: Collection[int], clock: Clock, directories: Collection[str] = ()
+) -> Generator[_Announcement]:
+    """Yields markers, and the steps that readers hold, after readers can see that some steps are about to be hidden or changed.
 
-    A reader that holds or pins the step in the meantime finds the marker and waits, see ``commit/holds.py``. The marker of a step
-    that was hidden stays.
+    A reader that holds or pins one of them in the meantime finds the marker and waits, see ``commit/holds.py``.
 
     Args:
       storage: the run.
-      step: its number.
+      steps: its steps. The markers of those that were hidden are taken out, the others are removed.
       clock: unix seconds.
       directories: those below the step whose files its removal removes.
     """
-    marker = Marker(storage, step, clock, HIDE, directories)
+    markers: dict[int, Marker] = {}
     try:
-        yield marker, held_steps(storage, clock)
+        for step in steps:
+            markers[step] = Marker(storage, step, clock, HIDE, directories)
+        yield markers, held_steps(storage, clock) if markers else ()
     finally:
-        if not marker.has_hidden:
+        for marker in markers.values():
             marker.remove()
 
 
-def hide(storage: Storage, step: int, clock: Clock, /, **even: bool) -> Callable[[], None]:
-    """Makes a step in T5X's layout invisible, in one atomic operation, after it was announced.
+def hide(
+    storage: Storage,
+    listed: ListedStep,
+    clock: Clock,
+    announcement: _Announcement = ({}, ()),
+    /,
+    **even: bool,
+) -> Callable[[], None]:
+    """Makes a step invisible, in one atomic operation, after it was announced.
 
-    A crash afterwards leaves files that no listing shows, and that the next save removes.
+    A crash afterwards leaves files that no listing shows. The next save removes those of a step in T5X's layout.
 
     Args:
       storage: the run.
-      step: its number.
+      listed: the step, in any layout.
       clock: unix seconds.
+      announcement: of several steps, where directories can be renamed; this one is announced if it has no step.
       even: as for ``removal.kept_by``. With ``even_waiting``, the upload for which the step waits is dropped.
 
     Returns:
-      Removes the files; logs why it cannot.
+      Removes the files; logs why it cannot those of a step in T5X's layout.
 
     Raises:
       StepKeptError: it is held by a reader, is pinned, or waits for its upload; it is unchanged.
@@ -136,45 +153,62 @@ def hide(storage: Storage, step: int, clock: Clock, /, **even: bool) -> Callable
       AccessDeniedError: it belongs to another user; it is unchanged.
       StorageError: another process replaces it, or it could not be made invisible; it is unchanged.
     """
-    name, manifest, version = step_dir(step), None, None
-    if not storage.commits_by_rename:
-        manifest, version = storage.read_with_version(join(name, MANIFEST))
-    directories = directories_of(manifest or b'')
-    with announced(storage, step, clock, directories) as (marker, held), locked(storage, name):
+    name, in_bucket = listed.name, listed.is_t5x and not storage.commits_by_rename
+    manifest, version = storage.read_with_version(join(name, MANIFEST)) if in_bucket else (b'', None)
+    if has_placeholder(manifest):
+        raise other_layout(storage.url(name), ORBAX, 'which t5ckpt does not delete', 'Delete it with Orbax.')
+    if in_bucket:
         check_known(storage, name, manifest=manifest)
+    directories = directories_of(manifest)
+    with contextlib.ExitStack() as stack:
+        markers, held = announcement
+        if not markers:
+            markers, held = stack.enter_context(announced(storage, [listed.step], clock, directories))
+        stack.enter_context(locked(storage, name))
+        if listed.is_t5x and not in_bucket:
+            check_known(storage, name)
         check_removable(storage, name)
-        check_not_kept(storage, step, held, 'deleted', **even)
+        check_not_kept(storage, listed, held, 'deleted', **even)
+        marker = markers[listed.step]
         marker.check()
-        if manifest is None:
-            storage.publish(name, marker.aside)
-            marker.has_hidden = True
-        else:
+        if in_bucket:
             # Readers wait for a request that may still arrive.
-            marker.has_hidden = True
+            del markers[listed.step]
             try:
                 delete_manifest(storage, name, version)
             except (AccessDeniedError, BeingHiddenError):
-                marker.has_hidden = False
+                marker.remove()
                 raise
             if even.get('even_pinned'):
                 storage.delete_file(join(name, PINNED))
+        elif listed.is_t5x:
+            hide_directory(storage, listed.step, marker.aside, clock)
+        elif marker.aside and storage.kind(name) != 'file':
+            storage.publish(name, marker.aside)
+        else:
+            storage.delete_files([name, join(name, MANIFEST), join(name, LEVANTER), *orbax_marks(name)])
+        markers.pop(listed.step, None)
     marker.end()
-    return functools.partial(_remove, storage, step, marker, directories, clock, **even)
+    return functools.partial(_remove, storage, listed, marker, directories, clock, **even)
 
 
 def _remove(
-    storage: Storage, step: int, marker: Marker, directories: Collection[str], clock: Clock, **even: bool
+    storage: Storage, listed: ListedStep, marker: Marker, directories: Collection[str], clock: Clock, **even: bool
 ) -> None:
     """Removes the files of a hidden step."""
     try:
-        if not marker.aside:
-            remove_unnamed(storage, step, directories)
+        if not listed.is_t5x:
+            storage.delete_tree(marker.aside or listed.name)
+        elif not marker.aside:
+            remove_unnamed(storage, listed.step, directories)
         else:
             if even.get('even_waiting'):
-                storage.delete_file(to_persist_file(step))
-            end_work(storage, step, marker.directory, marker.aside, clock)
+                storage.delete_file(to_persist_file(listed.step))
+            end_work(storage, listed.step, marker.directory, marker.aside, clock)
     except T5CkptError as error:
-        where = storage.url(step_dir(step))
+        if not listed.is_t5x:
+            raise
+        where = storage.url(listed.name)
         _log.warning('t5ckpt: could not remove %s, the next save will try again: %s', where, error)
     finally:
         (marker.remove if marker.aside else marker.release)()
@@ -185,9 +219,9 @@ def remove_pin(storage: Storage, step: int, clock: Clock) -> None:
     directory = step_dir(step)
     if is_pinned(storage, directory):
         # A program that pins a later save of the step sees this, and looks for its pin again.
-        with announced(storage, step, clock) as (marker, _):
+        with announced(storage, [step], clock) as (markers, _):
             if not storage.is_file(join(directory, MANIFEST)):
-                marker.check()
+                markers[step].check()
                 storage.delete_file(join(directory, PINNED))
 
 
@@ -206,10 +240,14 @@ def rename_damaged(storage: Storage, step: int, clock: Clock) -> str:
     name = listed.name
     if not (storage.commits_by_rename and listed.is_t5x):
         raise StepKeptError(f'{storage.url(name)} cannot be renamed.')
-    with announced(storage, step, clock) as (marker, held), locked(storage, name):
-        check_not_kept(storage, step, held, 'renamed', even_waiting=True)
-        marker.check()
-        return rename_aside(storage, name, step, 'damaged', clock())
+    with announced(storage, [step], clock) as (markers, held), locked(storage, name):
+        check_not_kept(storage, listed, held, 'renamed', even_waiting=True)
+        markers[step].check()
+        with unless_renameless():
+            return rename_aside(storage, name, step, 'damaged', clock())
+        # Such a layer renames files.
+        storage.publish(join(name, MANIFEST), join(name, DAMAGED_MANIFEST))
+        return join(name, DAMAGED_MANIFEST)
 
 
 def try_to_rename_damaged(storage: Storage, step: int, clock: Clock) -> None:

@@ -144,7 +144,6 @@ class Marker:
     Attributes:
       directory: in which its owner writes: below the step or, where directories can be renamed, beside it.
       aside: where they can, the directory of a step that the owner hides; else ''.
-      has_hidden: whether a deletion has hidden the step, or may have.
     """
 
     def __init__(
@@ -172,7 +171,6 @@ class Marker:
         self.directory, self.aside = generation_dir(nonce), ''
         if storage.commits_by_rename:
             self.directory, self.aside = work_dirs(step, nonce)
-        self.has_hidden = False
         self._storage = storage
         self._clock = clock
         self._action = action

@@ -17,10 +17,10 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any
 
-from t5ckpt.catalog.layouts import LEVANTER, orbax_marks
+from t5ckpt.catalog.layouts import LEVANTER, ListedStep, orbax_marks
 from t5ckpt.catalog.listing import read_facts, read_head, waiting_steps
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.commit.taken_steps import BeingHiddenError, locked
@@ -122,7 +122,9 @@ def remove_checkpoint(storage: Storage, name: str, step: int, unix: float) -> No
     if not foreign:
         storage.delete_tree(name)
         return
-    aside = move_aside(storage, name, step, unix, foreign)
+    aside = name
+    with unless_renameless():
+        aside = move_aside(storage, name, step, unix, foreign)
     if any(map(is_file_checksums, keys)) or (MANIFEST in keys and MANIFEST not in foreign):
         kept = {key.partition('/')[0] for key in foreign}
         for entry in storage.entries(aside):
@@ -178,7 +180,12 @@ def is_pinned(storage: Storage, directory: str) -> bool:
 
 
 def kept_by(
-    storage: Storage, step: int, held: Collection[int], *, even_pinned: bool = False, even_waiting: bool = False
+    storage: Storage,
+    listed: ListedStep,
+    held: Collection[int],
+    *,
+    even_pinned: bool = False,
+    even_waiting: bool = False,
 ) -> str | None:
     """The reason not to remove or replace a step; None if it may be removed.
 
@@ -187,21 +194,21 @@ def kept_by(
 
     Args:
       storage: the run.
-      step: its number, in T5X's layout.
+      listed: the step.
       held: the steps that readers hold.
       even_pinned: whether a pin keeps no step.
       even_waiting: whether a step may wait for its upload.
     """
-    if not even_pinned and is_pinned(storage, step_dir(step)):
-        return pin_reason(storage, step_dir(step))
-    if step in held:
+    if not even_pinned and is_pinned(storage, listed.name):
+        return pin_reason(storage, listed.name)
+    if listed.step in held:
         return HELD
-    return WAITS if not even_waiting and step in waiting_steps(storage) else None
+    return WAITS if not even_waiting and listed.step in waiting_steps(storage) else None
 
 
-def check_not_kept(storage: Storage, step: int, held: Collection[int], action: str, **even: bool) -> None:
+def check_not_kept(storage: Storage, listed: ListedStep, held: Collection[int], action: str, **even: bool) -> None:
     """Raises StepKeptError for a step that is kept, see :func:`kept_by`; ``action`` is a participle."""
-    reason = kept_by(storage, step, held, **even)
+    reason = kept_by(storage, listed, held, **even)
     if reason is None:
         return
     cures = {
@@ -210,7 +217,7 @@ def check_not_kept(storage: Storage, step: int, held: Collection[int], action: s
     }
     verb = '' if reason == WAITS else 'is '
     cure = cures.get(reason, 'Unpin it first.')
-    raise StepKeptError(f'{storage.url(step_dir(step))} {verb}{reason}, so it was not {action}. {cure}')
+    raise StepKeptError(f'{storage.url(listed.name)} {verb}{reason}, so it was not {action}. {cure}')
 
 
 def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float) -> str:
@@ -232,13 +239,39 @@ def rename_aside(storage: Storage, name: str, step: int, state: str, unix: float
                 raise
 
 
+@contextlib.contextmanager
+def unless_renameless() -> Generator[None]:
+    """Continues after a rename of a directory in a lower layer of an overlay file system, which is refused."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno != errno.EXDEV:
+            raise
+
+
+def hide_directory(storage: Storage, step: int, aside: str, clock: Clock) -> None:
+    """Renames the directory of a step; in a lower layer of an overlay file system, which cannot rename it, removes it.
+
+    The deletion of the manifest, which is the first, then hides the step, as in a bucket. ``aside`` exists afterwards.
+    """
+    with unless_renameless():
+        storage.publish(step_dir(step), aside)
+        return
+    storage.make_dir(aside)
+    storage.delete_file(join(step_dir(step), MANIFEST))
+    remove_checkpoint(storage, step_dir(step), step, clock())
+
+
 def end_work(storage: Storage, step: int, new: str, hidden: str, clock: Clock) -> None:
     """Removes what the owner of a marker has left, in the directories of ``format/names.work_dirs``."""
     final = step_dir(step)
     if storage.kind(hidden) and storage.is_file(join(new, MANIFEST)):
         # Its owner ended while it replaced the step, where two names cannot be exchanged.
         with locked(storage, final):
-            if storage.kind(final) is None:
+            kind = storage.kind(final)
+            if kind != 'file' and not storage.is_file(join(final, MANIFEST)):
+                if kind:
+                    remove_checkpoint(storage, final, step, clock())
                 storage.publish(new, final)
                 text = 't5ckpt: published %s, which was about to replace the step when its writer ended'
                 _log.warning(text, storage.url(final))

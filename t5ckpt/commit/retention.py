@@ -279,10 +279,12 @@ class Retention:
             self._log_stay(decision)
         doomed = [each for each in plan if not each.keep]
         deleted: list[int] = []
-        with contextlib.ExitStack() as removals:
+        batch = [each.step for each in doomed if self._storage.commits_by_rename]
+        with contextlib.ExitStack() as removals, announced(self._storage, batch, self._clock) as announcement:
             for each in doomed:
                 with self._logging_failure(each.step):
-                    removals.callback(hide(self._storage, each.step, self._clock))
+                    listed = ListedStep(each.step, step_dir(each.step))
+                    removals.callback(hide(self._storage, listed, self._clock, announcement))
                     deleted.append(each.step)
                     _log.info('t5ckpt: deleted step %d of %s: %s', each.step, self._storage.url(), each.reason)
         if self.keep_datasets is not None:
@@ -353,19 +355,19 @@ def remove_positions(storage: Storage, step: int, clock: Clock) -> None:
       CheckpointNotFoundError: it is gone.
     """
     directory = step_dir(step)
-    with announced(storage, step, clock) as (marker, held), locked(storage, directory):
-        check_not_kept(storage, step, held, 'stripped of its iterator state')
+    with announced(storage, [step], clock) as (markers, held), locked(storage, directory):
+        check_not_kept(storage, ListedStep(step, directory), held, 'stripped of its iterator state')
         # Those of the save first: T5X's names find the rest after a crash.
         for name in sorted(directories_of(storage.read(join(directory, MANIFEST))), reverse=True):
             parent = join(directory, name)
             positions = storage.names(parent, TRAIN_DS_PREFIX)
-            marker.check()
+            markers[step].check()
             if positions:
                 # First, so that a verification does not report the missing files as damage.
                 storage.write(join(parent, DATASET_REMOVED), b'')
             for position in positions:
                 key = join(parent, position)
-                marker.check()
+                markers[step].check()
                 # Some iterators write directories.
                 remove = storage.delete_tree if storage.kind(key) == 'dir' else storage.delete_file
                 remove(key)

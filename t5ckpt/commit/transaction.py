@@ -28,6 +28,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.commit.holds import held_steps
 from t5ckpt.commit.markers import HIDE, HORIZON_SECONDS, Marker, RunListing
 from t5ckpt.commit.occupancy import is_remnant, occupant_of
@@ -37,6 +38,7 @@ from t5ckpt.commit.removal import (
     copy_positions,
     directories_of,
     end_work,
+    hide_directory,
     move_aside,
     remove_unnamed,
 )
@@ -301,8 +303,8 @@ class Transaction:
                 # A reader that holds or pins the step from now on waits until it is replaced.
                 marker.update(HIDE, self._old)
             if self._overwrites:
-                held = held_steps(storage, self._clock)
-                check_not_kept(storage, self.step, held, 'replaced', even_waiting=True)
+                old = ListedStep(self.step, self._final)
+                check_not_kept(storage, old, held_steps(storage, self._clock), 'replaced', even_waiting=True)
             marker.check()
             if not by_rename:
                 self._put(data)
@@ -334,7 +336,7 @@ class Transaction:
                 check_known(storage, final)
             if self._exchange(found):
                 return
-            storage.publish(final, aside)
+            hide_directory(storage, self.step, aside, self._clock)
         while True:
             try:
                 storage.publish(self.directory, final)

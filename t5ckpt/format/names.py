@@ -36,6 +36,8 @@ from t5ckpt.core.keys import join
 from t5ckpt.core.text import numbered
 
 MANIFEST = 'checkpoint'
+DAMAGED_MANIFEST = 'checkpoint.damaged'
+"""The manifest of a damaged step whose directory cannot be renamed."""
 FACTS_FILE = 't5ckpt.json'
 """The facts of a step in the earlier layout."""
 COPIES = 'copies.json'
@@ -57,7 +59,7 @@ _MARKER = re.compile(r'(?:\.t5ckpt/busy/|busy_)(0|[1-9][0-9]{0,17})\.([0-9]{1,12
 _IN_ARRAY = re.compile(r'\.zarray|[0-9]+([./][0-9]+)*')
 # The metadata of an array may be deleted already, or not written yet.
 _OWN = re.compile(
-    r'checkpoint|copies\.json|PINNED|DATASET_REMOVED|t5ckpt(\.[0-9a-f]{16})?\.json|integrity\.(0|[1-9][0-9]{0,9})\.json'
+    r'checkpoint(\.damaged)?|copies\.json|PINNED|DATASET_REMOVED|t5ckpt(\.[0-9a-f]{16})?\.json|integrity\.(0|[1-9][0-9]{0,9})\.json'
     r'|(?s:train_ds-.*)|[^/]+/(\.zarray|[0-9]+(\.[0-9]+)*)'
 )
 PARTIAL_SUFFIX = '.__partial'

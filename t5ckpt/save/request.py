@@ -151,7 +151,7 @@ class SaveRequest:
             cure = 'Remove it with the program that wrote it, or save as another step.'
             where = storage.url(occupant.name)
             raise other_layout(where, occupant.layout, 'which t5ckpt does not replace', cure)
-        check_not_kept(storage, self.step, held_steps(storage, self.context.clock), 'replaced', even_waiting=True)
+        check_not_kept(storage, occupant, held_steps(storage, self.context.clock), 'replaced', even_waiting=True)
         check_removable(storage, occupant.name)
         return None
 

@@ -100,10 +100,6 @@ _SYSTEM: dict[int, tuple[type[StorageError], str]] = {
     errno.ESTALE: (StorageError, 'The directory was replaced on the file server: mount it again, then try again.'),
     errno.ENOTCONN: (StorageError, 'The file system is no longer mounted: mount it again.'),
     errno.ENOMEM: (StorageError, 'The machine has no memory left: end other programs, or lower concurrent_gb.'),
-    errno.EXDEV: (
-        StorageError,
-        'The directory is in a lower layer of an overlay file system (the image of a container): use a copy (cp -a).',
-    ),
     errno.EBUSY: (StorageError, 'Another program uses the file or directory: end it, then try again.'),
     errno.EIO: (StorageError, _OTHER),
 }

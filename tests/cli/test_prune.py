@@ -20,7 +20,7 @@ from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, exp
 from t5ckpt.catalog.locate import refuse_other_contents
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.app import app
-from t5ckpt.commit.deletion import hide
+from t5ckpt.commit.deletion import find_step, hide
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.holds import hold
 from t5ckpt.commit.markers import announcement_directory
@@ -228,7 +228,7 @@ def test_a_held_step_is_not_deleted(tmp_path, kind):
         assert retention.carry_out() == [0, 2]
         # Also for who has made a plan before.
         with pytest.raises(StepKeptError, match='held by a reader'):
-            hide(storage, 1, clock)
+            hide(storage, find_step(storage, 1), clock)
         clock.advance(662)
         for held in tmp_path.glob('held_1*'):
             # By the clock of the file server.

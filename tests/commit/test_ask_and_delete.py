@@ -1,6 +1,5 @@
 """Asking a checkpointer, deleting and replacing steps, metadata, callbacks, and a checkpointer that only reads."""
 
-import concurrent.futures
 import contextlib
 import math
 import os
@@ -30,8 +29,7 @@ from t5ckpt import (
     SaveWhenIdle,
 )
 from t5ckpt.cli.app import run
-from t5ckpt.commit.deletion import delete_step, hide
-from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.deletion import announced, delete_step, find_step, hide
 from t5ckpt.commit.holds import hold
 from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.commit.removal import rename_aside
@@ -554,56 +552,9 @@ def test_a_deletion_leaves_the_directory_of_an_overwrite_that_is_alive(tmp_path)
     assert value_of(tmp_path, 1) == 2
 
 
-class Late(FaultyStorage):
-    """Does something once, before a directory is hidden or removed."""
-
-    def __init__(self, inner, name, act):
-        super().__init__(inner)
-        self.name, self.act = name, act
-
-    def before_operation(self, name, key):
-        super().before_operation(name, key)
-        if name == self.name and 'deleted' in key and self.act is not None:
-            self.act, act = None, self.act
-            act()
-
-
-def test_a_second_deleter_waits_for_the_first(tmp_path):
-    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
-        ck.save(state(1), step=7)
-    storage = open_storage(tmp_path)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        second = []
-
-        def begin():
-            second.append(pool.submit(hide, storage, 7, time.time))
-            with pytest.raises(concurrent.futures.TimeoutError):
-                second[0].result(0.5)
-
-        hide(Late(storage, 'publish', begin), 7, time.time)()
-        with pytest.raises(CheckpointNotFoundError):
-            second[0].result()
-    assert os.listdir(tmp_path) == []
-
-
-def test_garbage_collection_leaves_what_a_deleter_removes(tmp_path):
-    with Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
-        ck.save(state(1), step=7)
-    storage, left = open_storage(tmp_path), []
-
-    def begin():
-        collect(storage, time.time)
-        left.extend(os.listdir(tmp_path))
-
-    late = Late(storage, 'delete_tree', begin)
-    hide(late, 7, time.time)()
-    assert late.act is None
-    assert [name for name in left if '.deleted-' in name]
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize('keeps', ['pin', 'reader', 'newer'])
 def test_a_refused_deletion_changes_nothing(tmp_path, keeps):
+    """Another step of the same batch goes."""
     storage, manifest = open_storage(tmp_path), tmp_path / 'checkpoint_1' / 'checkpoint'
     with Checkpointer(state(), checkpoints_dir=tmp_path) as ck, contextlib.ExitStack() as stack:
         for step in (1, 2):
@@ -614,9 +565,11 @@ def test_a_refused_deletion_changes_nothing(tmp_path, keeps):
             assert stack.enter_context(hold(storage, 1, 60, time.time))
         else:
             manifest.write_bytes(manifest.read_bytes().replace(b'\xa7version\x03', b'\xa7version\x09', 1))
-        with pytest.raises((StepKeptError, UnsupportedFormatError)):
-            hide(storage, 1, time.time)
-        hide(storage, 2, time.time)()
+        first, second = find_step(storage, 1), find_step(storage, 2)
+        with announced(storage, [1, 2], time.time) as batch:
+            with pytest.raises((StepKeptError, UnsupportedFormatError)):
+                hide(storage, first, time.time, batch)
+            hide(storage, second, time.time, batch)()
         assert manifest.exists()
     assert [name for name in sorted(os.listdir(tmp_path)) if not name.startswith('held_')] == ['checkpoint_1']
 
@@ -1044,16 +997,58 @@ def _state(value):
     return {'a': np.full(5000, value, np.float32), 'n': value}
 
 
-def test_steps_of_a_lower_layer_stay(lower, caplog):
+def _value(run, **options):
+    state = t5ckpt.load_t5x_checkpoint(run, **with_options(**options))
+    assert len(set(np.asarray(state['a']).tolist())) == 1
+    return int(state['n'])
+
+
+def test_retention_and_delete_remove_steps_of_a_lower_layer(lower, caplog):
     with t5ckpt.Checkpointer(_state(0), checkpoints_dir=lower, keep=2) as checkpointer:
         checkpointer.save(_state(3), step=3)
-        assert 'could not delete step 1: ' in caplog.text
-        for call in (
-            lambda: checkpointer.delete(1),
-            lambda: checkpointer.save(_state(9), step=2, overwrite=True),
-        ):
-            with pytest.raises(StorageError, match='lower layer of an overlay file system'):
-                call()
-    assert t5ckpt.all_steps(lower) == [1, 2, 3]
-    assert t5ckpt.verify(lower, 2).ok
-    assert not [path.name for path in lower.iterdir() if '.tmp-' in path.name or '.deleted-' in path.name]
+        assert checkpointer.all_steps() == [2, 3]
+        checkpointer.delete(2)
+    assert t5ckpt.all_steps(lower) == [3]
+    assert sorted(path.name for path in lower.iterdir() if path.name.startswith('checkpoint_')) == ['checkpoint_3']
+    assert [record.getMessage() for record in caplog.records if record.levelname in ('WARNING', 'ERROR')] == []
+
+
+def test_files_of_others_stay_in_a_step_of_a_lower_layer_that_is_deleted(lower):
+    (lower / 'checkpoint_1' / 'notes.txt').write_text('mine')
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=lower) as checkpointer:
+        checkpointer.delete(1)
+        assert checkpointer.all_steps() == [2]
+    assert [path.name for path in (lower / 'checkpoint_1').iterdir()] == ['notes.txt']
+
+
+def test_a_step_of_a_lower_layer_is_overwritten(lower):
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=lower) as checkpointer:
+        checkpointer.save(_state(9), step=2, overwrite=True)
+    assert (_value(lower), t5ckpt.all_steps(lower)) == (9, [1, 2])
+    assert t5ckpt.verify(lower).ok
+
+
+def test_the_run_goes_on_after_a_damaged_step_of_a_lower_layer(lower):
+    chunk = lower / 'checkpoint_2' / 'a' / '0'
+    chunk.write_bytes(b'\xff' * 20000)
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=lower) as checkpointer:
+        assert int(t5ckpt.restore_or_init(checkpointer, lambda: _state(0))['n']) == 1
+        assert checkpointer.all_steps() == [1]
+        # Its files stay, as those of a step that is renamed.
+        assert (lower / 'checkpoint_2' / 'checkpoint.damaged').exists()
+        assert checkpointer.save(_state(22), step=2) is not None
+    assert (_value(lower), t5ckpt.all_steps(lower)) == (22, [1, 2])
+
+
+def test_an_overwrite_that_dies_while_it_removes_the_old_step_is_completed(tmp_path):
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(_state(step), step=step)
+    marker = Marker(open_storage(tmp_path), 2, time.time, HIDE)
+    (tmp_path / 'checkpoint_1').rename(tmp_path / marker.directory)
+    (tmp_path / marker.aside).mkdir()
+    (tmp_path / 'checkpoint_2' / 'checkpoint').unlink()
+    marker.release()
+    with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path) as checkpointer:
+        checkpointer.save(_state(3), step=3)
+    assert (_value(tmp_path, step=2), t5ckpt.all_steps(tmp_path)) == (1, [2, 3])

@@ -189,6 +189,7 @@ def test_what_a_crash_leaves_of_the_time_file_is_collected(tmp_path):
 
 _DELETER = """
 import sys, time
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.commit.deletion import hide
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
 from t5ckpt.integrity.verify import verify_located
@@ -199,7 +200,7 @@ print('ready', flush=True)
 sys.stdin.readline()
 for step in steps:
     try:
-        remove = hide(storage, step, time.time)
+        remove = hide(storage, ListedStep(step, f'checkpoint_{step}'), time.time)
     except (CheckpointNotFoundError, StepKeptError):
         continue
     remove()

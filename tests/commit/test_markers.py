@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import t5ckpt
+from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.catalog.listing import steps_in
 from t5ckpt.commit.deletion import delete_step, hide, rename_damaged
 from t5ckpt.commit.garbage_collection import collect
@@ -24,7 +25,7 @@ from t5ckpt.storage import open_storage
 from t5ckpt.testing import FakeClock, FaultyStorage
 
 HORIZON = 3600
-STEP = 1
+STEP = ListedStep(1, 'checkpoint_1')
 STATE = {'w': np.ones(8, np.float32)}
 
 

@@ -1,5 +1,6 @@
 """Steps of Orbax and Flax in a run: no keep policy counts or deletes them, and ``t5ckpt rm`` deletes one by hand."""
 
+import concurrent.futures
 import json
 import os
 import time
@@ -16,8 +17,12 @@ from support.options import with_options
 
 import t5ckpt
 from t5ckpt import errors
+from t5ckpt.commit.deletion import find_step, hide
+from t5ckpt.commit.garbage_collection import collect
+from t5ckpt.commit.holds import hold
 from t5ckpt.commit.markers import HIDE, Marker
 from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
 
 STATE = {'w': np.arange(6000, dtype=np.float32), 'a': {'b': np.ones(2, np.float32)}, 'count': np.int32(0)}
 
@@ -104,16 +109,87 @@ def test_keep_policies_neither_count_nor_delete_them(mixed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('make', MAKERS)
-def test_they_are_not_deleted(run_dir, make):
+def test_rm_deletes_one_by_hand(run_dir, make):
     run_dir.mkdir()
     make(run_dir, 7)
     with open_ck(run_dir) as ck:
         ck.save(STATE, step=8)
-        with pytest.raises(errors.UnsupportedFormatError, match=r'program that wrote it\.|Rename it to checkpoint_7'):
+        with pytest.raises(errors.UnsupportedFormatError, match=r'with t5ckpt rm .*@7\.|Rename it to checkpoint_7'):
             ck.delete(7)
-    assert 'which t5ckpt does not delete' in t5ckpt_cli('rm', f'{run_dir}@7', '--yes', code=2)
-    assert t5ckpt.all_steps(run_dir) == [7, 8]
-    assert t5ckpt.open_checkpoint(run_dir, 7) is not None
+    (step,) = (path for path in run_dir.iterdir() if path.name.endswith('7'))
+    if step.is_dir():
+        (step / 'notes.txt').write_text('mine')
+        (step / 'PINNED').write_text('')
+        assert t5ckpt_cli('rm', f'{run_dir}@7', '--yes', code=1)
+        assert t5ckpt.all_steps(run_dir) == [7, 8]
+    t5ckpt_cli('rm', f'{run_dir}@7', '--yes', '--pinned')
+    assert [name for name in os.listdir(run_dir) if name not in ('checkpoint_8', 'metadata')] == []
+
+
+def test_rm_keeps_one_that_is_read(mixed):
+    with hold(open_storage(mixed), 2, 60.0, time.time) as is_there:
+        assert is_there
+        assert 'step 2 must stay' in t5ckpt_cli('rm', f'{mixed}@2', '--yes', code=1)
+        storage = open_storage(mixed)
+        other = find_step(storage, 2)
+        with pytest.raises(errors.StepKeptError):
+            delete(storage, other)
+    assert t5ckpt.open_checkpoint(mixed, 2)['count'] == 0
+
+
+def delete(storage, listed):
+    hide(storage, listed, time.time)()
+
+
+class Late(FaultyStorage):
+    """Does something once, before a directory is hidden or removed."""
+
+    def __init__(self, inner, name, act):
+        super().__init__(inner)
+        self.name, self.act = name, act
+
+    def before_operation(self, name, key):
+        super().before_operation(name, key)
+        if name == self.name and 'deleted' in key and self.act is not None:
+            self.act, act = None, self.act
+            act()
+
+
+@pytest.mark.parametrize('make', [tree, prefixed, padded])
+def test_a_second_deleter_waits_for_the_first(run_dir, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    storage = open_storage(run_dir)
+    other = find_step(storage, 7)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        second = []
+
+        def begin():
+            second.append(pool.submit(delete, storage, other))
+            with pytest.raises(concurrent.futures.TimeoutError):
+                second[0].result(0.5)
+
+        delete(Late(storage, 'publish', begin), other)
+        with pytest.raises(errors.CheckpointNotFoundError):
+            second[0].result()
+    assert [name for name in os.listdir(run_dir) if name != 'metadata'] == []
+
+
+@pytest.mark.parametrize('make', [tree, prefixed, padded])
+def test_garbage_collection_leaves_what_a_deleter_removes(run_dir, make):
+    run_dir.mkdir()
+    make(run_dir, 7)
+    storage, left = open_storage(run_dir), []
+
+    def begin():
+        collect(storage, time.time)
+        left.extend(os.listdir(run_dir))
+
+    late = Late(storage, 'delete_tree', begin)
+    delete(late, find_step(storage, 7))
+    assert late.act is None
+    assert [name for name in left if '.deleted-' in name]
+    assert [name for name in os.listdir(run_dir) if name != 'metadata'] == []
 
 
 @pytest.mark.parametrize('name', ['7', 'checkpoint_007', '00000007'])
@@ -142,3 +218,30 @@ def test_a_killed_overwrite_is_not_put_in_the_place_of_a_file_of_flax(run_dir, c
         assert sorted(os.listdir(run_dir)) == ['checkpoint_1', 'checkpoint_2']
         assert ck.all_steps() == [1, 2]
     assert 'could not collect' not in caplog.text
+
+
+def test_rm_of_a_bucket_hides_the_step_before_its_files_go(bucket, mixed):
+    run = bucket.url()
+    for name, _ in open_storage(mixed).walk('checkpoint_1'):
+        open_storage(run).write(name, open_storage(mixed).read(name))
+    open_storage(run).write('checkpoint_1/commit_success.txt', b'')
+    failed = []
+
+    def fail(kind, key):
+        failed.append((kind, key)) if kind == 'delete' and '/d/' in key else None
+        return '403' if failed else None
+
+    bucket.proxy.choose = fail
+    t5ckpt_cli('rm', f'{run}@1', '--yes', code=4)
+    bucket.proxy.reset()
+    assert failed
+    assert t5ckpt.all_steps(run) == []
+
+
+def test_rm_deletes_one_of_a_bucket(bucket, mixed):
+    run = bucket.url()
+    for name, _ in open_storage(mixed).walk('checkpoint_1'):
+        open_storage(run).write(name, open_storage(mixed).read(name))
+    open_storage(run).write('checkpoint_1/commit_success.txt', b'')
+    t5ckpt_cli('rm', f'{run}@1', '--yes')
+    assert [*open_storage(run).walk('checkpoint_1')] == []

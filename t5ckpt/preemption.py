@@ -48,6 +48,8 @@ class PreemptionNotice:
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError('PreemptionNotice must be entered in the main thread, where Python delivers signals.')
+        if self._previous:
+            raise RuntimeError('PreemptionNotice is entered already. Pass the one that is entered.')
         self._warns = False
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._receive)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -186,7 +185,7 @@ def _rename_damaged(run: Restorer, failed: Sequence[int], *, shared: bool) -> No
     """Renames damaged steps, except those that are kept or that another program wrote."""
     for step in failed:
         for storage in run.damaged_copies(step, shared=shared):
-            try_to_rename_damaged(storage, step, time.time)
+            try_to_rename_damaged(storage, step, run.options.clock)
 
 
 class _Initial:

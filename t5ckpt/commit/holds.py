@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import secrets
 from collections.abc import Generator, Iterable
 
@@ -35,6 +36,7 @@ from t5ckpt.errors import AccessDeniedError, CheckpointNotFoundError, StorageErr
 from t5ckpt.format.names import HOLD_PREFIX, MANIFEST, PINNED, Hold, hold_file, parse_hold, parse_step_dir, step_dir
 from t5ckpt.storage import Storage
 
+_log = logging.getLogger('t5ckpt')
 # A deleter hides a step, or gives up, within a few requests.
 _DELETER_SECONDS = 5.0
 
@@ -62,7 +64,11 @@ def hold(storage: Storage, step: int, seconds: float, clock: Clock) -> Generator
             is_there = outlives_deleters(storage, step, clock)
         yield is_there
     finally:
-        storage.delete_file(name)
+        try:
+            storage.delete_file(name)
+        except StorageError as error:
+            # The work with the step is done, or has an error of its own.
+            _log.warning('t5ckpt: step %d is kept from deletion for up to %.0f s more: %s', step, seconds, error)
 
 
 def outlives_deleters(storage: Storage, step: int, clock: Clock) -> bool:

@@ -64,7 +64,7 @@ _OWN = re.compile(
 )
 PARTIAL_SUFFIX = '.__partial'
 # Of ``storage/file.py``, of ``storage/direct_io.py``, and of TensorStore.
-_PARTIAL = re.compile(r'((_[0-9a-f]{1,16})?\.__lock)?(\.__partial)?$')
+_PARTIAL = re.compile(r'((_[0-9a-f]{1,16})?\.__lock)?(\.[0-9a-f]{8}\.__partial)?$')
 
 
 @dataclasses.dataclass(frozen=True)

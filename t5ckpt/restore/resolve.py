@@ -43,7 +43,7 @@ def _locate_path(request: RestoreRequest, url: str, step: int | None = None) -> 
 
 def _requested(request: RestoreRequest) -> str:
     if request.path is not None:
-        return os.fspath(request.path) + ('' if request.step is None else f'@{request.step}')
+        return os.fsdecode(request.path) + ('' if request.step is None else f'@{request.step}')
     return f'{"the latest step" if request.step is None else f"step {int(request.step)}"} of {request.storage.url()}'
 
 

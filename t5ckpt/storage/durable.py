@@ -71,9 +71,8 @@ def sync_dir(path: str) -> None:
 
 
 def write_synced(path: str, data: bytes) -> os.stat_result:
-    """Writes a file and makes its bytes durable; its directory entry is not."""
-    # Not through a symbolic link, which would redirect the write.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    """Writes a file that does not exist and makes its bytes durable; its directory entry is not."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         view = memoryview(data)
         while view:

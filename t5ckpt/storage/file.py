@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -110,7 +111,8 @@ class FileStorage(Storage):
 
     def write(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        partial = f'{path}.__partial'
+        # Of its own, since another process may write the same file.
+        partial = f'{path}.{secrets.token_hex(4)}.__partial'
         with foreign_errors(self.url(key)):
             try:
                 written = write_synced(partial, data)
@@ -265,6 +267,12 @@ class FileStorage(Storage):
             if path is None or not stat.S_ISREG(os.lstat(path).st_mode):
                 # A hard link to a symbolic link would depend on its target.
                 return False
+            # Another program may have written it, and not synchronized it.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
             os.makedirs(os.path.dirname(self._path(target)), exist_ok=True)
             os.link(path, self._path(target), follow_symlinks=False)
         except OSError:

@@ -426,3 +426,15 @@ def test_a_step_that_a_dead_deleter_has_announced_keeps_no_iterator_from_its_end
     key = busy_key(2, int(time.time()) + 7200, 'abc', in_bucket=not run.commits_by_rename)
     run.write(key, json.dumps(record).encode())
     assert list(t5ckpt.checkpoints_iterator(run, timeout=1, poll_seconds=0.1, hold_seconds=60)) == [1]
+
+
+def test_a_hold_that_cannot_be_removed_ends_no_evaluation(run, caplog):
+    class Refusing(FaultyStorage):
+        def delete_file(self, key):
+            if 'held_' in key:
+                raise StorageError(5, 'injected')
+            super().delete_file(key)
+
+    latest = max(t5ckpt.all_steps(run.url()))
+    assert list(t5ckpt.checkpoints_iterator(Refusing(run), timeout=0, hold_seconds=60))[-1] == latest
+    assert 'kept from deletion for up to 60 s' in caplog.text

@@ -175,7 +175,7 @@ def test_a_copy_on_a_disk(url, tmp_path):
 def test_names():
     own = ['checkpoint', 't5ckpt.json', 't5ckpt.0123456789abcdef.json', 't5ckpt-0123456789abcdef/integrity.3.json']
     own += ['t5ckpt-0123456789abcdef/a.b/.zarray', 't5ckpt-0123456789abcdef/a.b/0.1', 'a.b/0.1', 'integrity.0.json']
-    own += ['t5ckpt-0123456789abcdef/a.b/0/1', 'a.b/1.__partial', 'PINNED', 'checkpoint.damaged', 'copies.json']
+    own += ['t5ckpt-0123456789abcdef/a.b/0/1', 'a.b/1.0a1b2c3d.__partial', 'PINNED', 'checkpoint.damaged', 'copies.json']
     others = ['t5ckpt-0123456789abcdef/notes.txt', 't5ckpt-01/w/x', 't5ckpt.01.json', 't5ckpt-0123456789abcdef/a/b/c']
     others += ['a/b/0.1', 'PINNED/x', 'integrity.00.json', 'a.b/zarr.json', '0']
     assert foreign_keys([*own, *others]) == others
@@ -189,7 +189,12 @@ def test_names():
     deep = ['group/w/.zarray', 'group/w/0.0']
     assert (foreign_keys(deep), foreign_keys(['checkpoint', *deep])) == (deep, [])
     # Of writers that were killed: of small files, of direct I/O and of TensorStore.
-    partial = ['checkpoint.__partial', 'a.b/0.1.__lock', 'a.b/0.1_1d7c4c5f0f55db75.__lock', 'w/.zarray_fb69e2c5.__lock']
+    partial = [
+        'checkpoint.0a1b2c3d.__partial',
+        'a.b/0.1.__lock',
+        'a.b/0.1_1d7c4c5f0f55db75.__lock',
+        'w/.zarray_fb69e2c5.__lock',
+    ]
     assert foreign_keys([*own, *partial]) == []
 
 

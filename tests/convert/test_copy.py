@@ -5,8 +5,11 @@ import errno
 import itertools
 import json
 import os
+import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import uuid
 
@@ -14,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 from flax import serialization
-from support import forked
+from support import faultshim, forked, powercut
 from support.cli import t5ckpt_cli
 from support.damage import with_fields
 from support.facts import as_t5x_writes, facts_of, put_facts
@@ -191,6 +194,46 @@ def test_a_killed_copy_is_removed_by_the_next(tmp_path):
     t5ckpt.copy_checkpoint(source, tmp_path / 'copy')
     assert renamed(files(str(tmp_path / 'copy'))) == renamed(files(source))
     assert [path.name for path in (tmp_path / 'copy').iterdir()] == ['checkpoint_3']
+
+
+# Copies a run as `cp -r` does, without fsync, and then a step of the copy, as t5ckpt does; records all writes.
+COPY_TWICE = """
+import pathlib, pickle, sys
+from support.faultshim import Shim
+import t5ckpt
+run, disk, record = map(pathlib.Path, sys.argv[1:])
+shim = Shim()
+shim.arm(disk, record=True)
+for path in sorted(run.rglob('*')):
+    target = disk / 'run' / path.relative_to(run)
+    if path.is_dir():
+        target.mkdir(parents=True)
+    else:
+        target.write_bytes(path.read_bytes())
+t5ckpt.copy_checkpoint(disk / 'run', disk / 'copy')
+shim.mark()
+shim.disarm()
+record.write_bytes(pickle.dumps(shim.operations()))
+"""
+
+
+@pytest.mark.slow
+def test_the_power_is_cut_after_the_copy_of_files_that_were_not_synchronized(tmp_path):
+    state = {'w': np.arange(5000, dtype=np.float32)}
+    with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run') as ck:
+        ck.save(state, step=1)
+    (tmp_path / 'disk').mkdir()
+    environment = {**os.environ, 'LD_PRELOAD': str(faultshim.build(tmp_path)), 'PYTHONPATH': os.pathsep.join(sys.path)}
+    paths = [tmp_path / name for name in ('run', 'disk', 'record')]
+    subprocess.run([sys.executable, '-c', COPY_TWICE, *paths], env=environment, check=True, timeout=120)
+    recording = powercut.Recording({}, {}, pickle.loads((tmp_path / 'record').read_bytes()))
+    returned = [tree for cut, tree in powercut.trees(recording, randoms=3, seed=0) if cut > recording.returned]
+    assert len(returned) >= 3
+    for number, tree in enumerate(returned):
+        disk = tmp_path / str(number)
+        powercut.write_tree(disk, tree)
+        t5ckpt.verify(disk / 'copy', full=True).raise_if_damaged()
+        assert np.array_equal(t5ckpt.load_t5x_checkpoint(disk / 'copy')['w'], state['w'])
 
 
 @pytest.mark.slow

@@ -724,7 +724,7 @@ def restore_safetensors(path):
     model = {'both': template()['target']['both'], 'rows': template(swap=True)['target']['rows']}
     with checkpointer('', model) as ck:
         before = bytes_read()
-        restored = ck.restore(path=path)
+        restored = ck.restore(path=os.fsencode(path))
         read = bytes_read() - before
     for name, array in restored.items():
         for shard in array.addressable_shards:

@@ -191,6 +191,16 @@ def test_time_policies_try_again_after_a_failure(tmp_path):
         assert ck.maybe_save(4, state()).result().step == 4
 
 
+def test_a_preemption_notice_is_entered_once():
+    notice, before = PreemptionNotice((signal.SIGUSR1,)), signal.getsignal(signal.SIGUSR1)
+    with notice:
+        with pytest.raises(RuntimeError, match='is entered already'), notice:
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert notice()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
 @pytest.mark.slow
 def test_sigterm_saves_one_step_and_stops(tmp_path):
     """A real process, a real signal, in the middle of a loop; and the handler that was there before is called, too."""

@@ -4,11 +4,14 @@ import errno
 import os
 import pathlib
 import re
+import resource
 import subprocess
 import sys
 import textwrap
+import threading
 import traceback
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -40,10 +43,42 @@ class TestFile(StorageConformance):
         storage = self.make(tmp_path)
         storage.make_dir('')
         storage.write('x', b'old')
-        pathlib.Path(storage.local_path('x.__partial')).mkdir()
-        with pytest.raises(errors.StorageError, match='x'):
-            storage.write('x', b'new')
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        try:
+            with pytest.raises(errors.StorageError, match='x'):
+                storage.write('x', b'new' * 10)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert storage.read('x') == b'old'
+        assert os.listdir(storage.local_path('')) == ['x']
+
+    def test_two_writers_of_a_key_do_not_disturb_each_other(self, tmp_path):
+        storage = self.make(tmp_path)
+        storage.make_dir('')
+        contents = [bytes([number]) * 100 for number in range(2)]
+        storage.write('x', contents[0])
+        ended = threading.Event()
+
+        def write(data):
+            for _ in range(300):
+                storage.write('x', data)
+
+        def read():
+            seen = set()
+            while not ended.is_set():
+                seen.add(storage.read('x'))
+            return seen
+
+        with ThreadPoolExecutor(3) as pool:
+            reader = pool.submit(read)
+            writers = [pool.submit(write, data) for data in contents]
+            try:
+                for writer in writers:
+                    writer.result()
+            finally:
+                ended.set()
+            assert reader.result() <= {*contents}
 
 
 class TestMemory(StorageConformance):

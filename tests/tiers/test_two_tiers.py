@@ -1016,7 +1016,7 @@ def test_a_local_directory_that_is_removed_in_use_is_made_again(gs, local, caplo
 def test_a_start_removes_the_files_of_writes_that_a_crash_ended(run_dir, local, name):
     with checkpointer(run_dir, local) as ck:
         ck.save(state(1))
-    partial = local / '.t5ckpt' / f'{name}.__partial'
+    partial = local / '.t5ckpt' / f'{name}.0a1b2c3d.__partial'
     partial.write_bytes(b'')
     with checkpointer(run_dir, local) as ck:
         assert ck.latest_step() == 1

@@ -183,8 +183,8 @@ class SaveSchedule:
         view = self._updated(step, self._watched.of(metrics))
         if self._is_leader:
             self._watched.warn_if_missing(step, metrics, self._notices)
+        reason = None if self._is_saved(step, view) else view.reason(policy, step, previous)
         self._previous = step
-        reason = None if step == view.last_step else view.reason(policy, step, previous)
         if reason is None:
             return None
         _log.info('t5ckpt: saving step %d: %s', step, reason)
@@ -209,7 +209,12 @@ class SaveSchedule:
             # Before the first check-in each process knows only its own flag.
             view = dataclasses.replace(self._observe(step, {}), preempted=False)
         view = dataclasses.replace(view, metrics=self._watched.of(numbers))
-        return step != view.last_step and view.reason(policy, step, self._previous) is not None
+        return not self._is_saved(step, view) and view.reason(policy, step, self._previous) is not None
+
+    def _is_saved(self, step: int, view: PolicyState) -> bool:
+        """Whether the loop begins with the latest step or has saved it; of that of an abandoned branch the save is to tell."""
+        is_own = self._previous is None or (self._last is not None and self._last.step == step)
+        return is_own and step == view.last_step
 
     def is_preempted(self, step: int) -> bool:
         """Whether a process of the job is preempted; the same at the same step in all processes."""

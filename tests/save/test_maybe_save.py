@@ -191,6 +191,24 @@ def test_time_policies_try_again_after_a_failure(tmp_path):
         assert ck.maybe_save(4, state()).result().step == 4
 
 
+def test_a_loop_that_was_rolled_back_is_told_of_the_steps_that_it_does_not_replace(tmp_path, caplog):
+    with t5ckpt.Checkpointer(state(), checkpoints_dir=tmp_path) as ck:
+        ck.save(state(), step=10)
+        ck.save(state(), step=20)
+    caplog.clear()
+    with t5ckpt.Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEvery(10)) as ck:
+        ck.restore(step=10)
+        for step in range(11, 21):
+            ck.maybe_save(step, state())
+    assert 'Skipping save checkpoint for step 20' in caplog.text
+    # The loop begins with step 20, which is no news.
+    caplog.clear()
+    with t5ckpt.Checkpointer(state(), checkpoints_dir=tmp_path, save_policy=SaveEvery(10)) as ck:
+        ck.restore()
+        assert ck.maybe_save(20, state()) is None
+    assert 'Skipping' not in caplog.text
+
+
 def test_a_preemption_notice_is_entered_once():
     notice, before = PreemptionNotice((signal.SIGUSR1,)), signal.getsignal(signal.SIGUSR1)
     with notice:

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import sys
+import typing
 from collections.abc import Iterator
 
 ACTS, LATE, COLLECTED = 1, 1, 3
@@ -41,16 +41,14 @@ HELD = 1
 RULES = ('monotone', 'announce', 'horizon', 'condition', 'leave', 'age', 'gone', 'before')
 
 
-@dataclasses.dataclass(frozen=True)
-class Marker:
+class Marker(typing.NamedTuple):
     owner: str
     saves: tuple[str, ...]
     deletes: bool
     age: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Actor:
+class Actor(typing.NamedTuple):
     """A program.
 
     Attributes:
@@ -66,8 +64,7 @@ class Actor:
     alive: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Bucket:
+class Bucket(typing.NamedTuple):
     """All that there is.
 
     Attributes:
@@ -92,27 +89,27 @@ class Bucket:
 
 
 def mark(s: Bucket, owner: str, *saves: str, deletes: bool = False) -> Bucket:
-    return dataclasses.replace(s, markers=s.markers | {Marker(owner, saves, deletes)})
+    return s._replace(markers=s.markers | {Marker(owner, saves, deletes)})
 
 
 def unmark(s: Bucket, owner: str) -> Bucket:
-    return dataclasses.replace(s, markers=frozenset(m for m in s.markers if m.owner != owner))
+    return s._replace(markers=frozenset(m for m in s.markers if m.owner != owner))
 
 
 def write(s: Bucket, save: str, process: int = 0) -> Bucket:
-    return dataclasses.replace(s, files=s.files | {(save, process)})
+    return s._replace(files=s.files | {(save, process)})
 
 
 def remove(s: Bucket, save: str) -> Bucket:
-    return dataclasses.replace(s, files=frozenset(file for file in s.files if file[0] != save))
+    return s._replace(files=frozenset(file for file in s.files if file[0] != save))
 
 
 def publish(s: Bucket, save: str) -> Bucket:
-    return dataclasses.replace(s, manifest=(save, s.versions), versions=s.versions + 1)
+    return s._replace(manifest=(save, s.versions), versions=s.versions + 1)
 
 
 def tell(s: Bucket, who: str, what: str) -> Bucket:
-    return dataclasses.replace(s, told=s.told | {(who, what)})
+    return s._replace(told=s.told | {(who, what)})
 
 
 def needed(save: str) -> set[tuple[str, int]]:
@@ -242,7 +239,7 @@ class Model:
             case 'delete':
                 if self._same(s, actor.read):
                     yield (
-                        tell(dataclasses.replace(s, manifest=None), me, f'ended {actor.read[0]}'),
+                        tell(s._replace(manifest=None), me, f'ended {actor.read[0]}'),
                         'remove',
                         actor.read,
                     )
@@ -263,7 +260,7 @@ class Model:
         """A reader that must not lose the step while its hold lasts."""
         match actor.stage:
             case 'hold':
-                yield dataclasses.replace(s, holds=s.holds | {(me, 0)}), 'markers', None
+                yield s._replace(holds=s.holds | {(me, 0)}), 'markers', None
             case 'markers':
                 named = frozenset(save for m in s.markers if m.deletes for save in m.saves)
                 yield s, 'read', named
@@ -273,7 +270,7 @@ class Model:
                 else:
                     yield tell(s, me, s.manifest[0]), '', None
             case 'release':
-                yield dataclasses.replace(s, holds=frozenset(h for h in s.holds if h[0] != me)), '', None
+                yield s._replace(holds=frozenset(h for h in s.holds if h[0] != me)), '', None
 
     def _collector(self, s: Bucket, me: str, actor: Actor) -> Iterator[tuple[Bucket, str, object]]:
         """Collects what markers name that are old enough, and expired holds."""
@@ -292,7 +289,7 @@ class Model:
                 elif needed(saves[0]) <= s.files or 'gone' not in self.rules:
                     yield s, 'read', left
                 else:
-                    gone = dataclasses.replace(s, manifest=None) if self._same(s, manifest) else s
+                    gone = s._replace(manifest=None) if self._same(s, manifest) else s
                     yield gone, 'read', (marker, saves, None)
             case 'unmark':
                 yield unmark(s, actor.read[0].owner), 'look', None
@@ -305,22 +302,22 @@ class Model:
             name = f'{actor.kind}{i}.{actor.stage}'
             for requested, stage, read in self.request(s, i):
                 born = self._born(s, i)
-                changed = dataclasses.replace(actor, stage=stage, read=read, born=born)
-                after = dataclasses.replace(requested, actors=(*s.actors[:i], changed, *s.actors[i + 1 :]))
+                changed = actor._replace(stage=stage, read=read, born=born)
+                after = requested._replace(actors=(*s.actors[:i], changed, *s.actors[i + 1 :]))
                 yield name, after
                 sent = {'write': 'write', 'create': 'create'}.get(actor.stage)
                 if sent and after != s and s.lates < lates and stage != '':
                     save = name.partition('.')[0] if actor.kind != 'j' else f'J{i - 1}'
                     process = int(actor.kind == 'j')
                     late = after.late | {(f'{sent}{process}', save, 0)}
-                    yield f'{name}, and once more later', dataclasses.replace(after, late=late, lates=s.lates + 1)
+                    yield f'{name}, and once more later', after._replace(late=late, lates=s.lates + 1)
             if s.crashes < crashes:
-                dead = dataclasses.replace(actor, alive=False)
+                dead = actor._replace(alive=False)
                 actors = (*s.actors[:i], dead, *s.actors[i + 1 :])
-                yield f'{actor.kind}{i} dies', dataclasses.replace(s, crashes=s.crashes + 1, actors=actors)
+                yield f'{actor.kind}{i} dies', s._replace(crashes=s.crashes + 1, actors=actors)
         for request in s.late:
             what, save, _ = request
-            n = dataclasses.replace(s, late=s.late - {request})
+            n = s._replace(late=s.late - {request})
             if what[:-1] == 'write':
                 n = write(n, save, int(what[-1]))
             elif s.manifest is None:
@@ -329,10 +326,9 @@ class Model:
         if s.now < units:
             yield (
                 'a unit passes',
-                dataclasses.replace(
-                    s,
+                s._replace(
                     now=s.now + 1,
-                    markers=frozenset(dataclasses.replace(m, age=min(COLLECTED, m.age + 1)) for m in s.markers),
+                    markers=frozenset(m._replace(age=min(COLLECTED, m.age + 1)) for m in s.markers),
                     holds=frozenset((who, min(HELD + 2, age + 1)) for who, age in s.holds),
                     late=frozenset((what, save, age + 1) for what, save, age in s.late if age < LATE),
                 ),
@@ -373,17 +369,17 @@ class Model:
 
     def at_the_end(self, s: Bucket) -> str:
         """What is left when all have ended, all requests have arrived, and one more collector has run alone."""
-        markers = frozenset(dataclasses.replace(m, age=COLLECTED) for m in s.markers)
-        n = dataclasses.replace(s, markers=markers, late=frozenset(), actors=(Actor('G', 'look'),), told=frozenset())
+        markers = frozenset(m._replace(age=COLLECTED) for m in s.markers)
+        n = s._replace(markers=markers, late=frozenset(), actors=(Actor('G', 'look'),), told=frozenset())
         while n.actors[0].stage:
             after, stage, read = next(self.request(n, 0))
-            n = dataclasses.replace(after, actors=(Actor('G', stage, read),))
+            n = after._replace(actors=(Actor('G', stage, read),))
         if n.markers:
             return f'markers stay: {sorted(m.owner for m in n.markers)}'
         garbage = n.files - (needed(n.manifest[0]) if n.manifest else set())
         if garbage:
             return f'garbage stays: {sorted(garbage)} beside {n.manifest}'
-        return self.broken(dataclasses.replace(n, actors=s.actors, told=s.told))
+        return self.broken(n._replace(actors=s.actors, told=s.told))
 
 
 FIRST = {'W': 'look', 'J': 'look', 'j': 'look', 'O': 'look', 'D': 'look', 'R': 'hold', 'G': 'look'}
@@ -436,7 +432,7 @@ BROKEN_BY = {
     'announce': 'W',
     'horizon': 'WG',
     'condition': '+OD',
-    'leave': 'WWG',
+    'leave': 'WW',
     'age': 'JjG',
     'gone': 'WDG',
     'before': '+DR',

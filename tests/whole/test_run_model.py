@@ -386,4 +386,4 @@ def test_a_run_in_a_bucket_has_what_its_dictionary_has(bucket):
         def new_url(self):
             return bucket.url()
 
-    run_state_machine_as_test(InBucket, settings=hypothesis.settings(max_examples=10, stateful_step_count=30))
+    run_state_machine_as_test(InBucket, settings=hypothesis.settings(max_examples=5, stateful_step_count=30))

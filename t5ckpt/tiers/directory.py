@@ -30,6 +30,7 @@ from t5ckpt.storage import PathOrStorage, Storage, open_storage
 from t5ckpt.storage.base import Lock
 
 _RUN_ID = f'{INDEX}/run_id'
+_FORMAT = 1
 _OUTAGE_SECONDS = 60.0
 _T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
@@ -54,18 +55,20 @@ def read_record(local: Storage) -> TierRecord | None:
     """Reads the record of a local directory; None if it has none.
 
     Raises:
-      LocalDirError: the record is damaged.
+      LocalDirError: the record is damaged, or of a newer version.
     """
     if not local.is_file(_RECORD):
         return None
     try:
         fields: dict[str, Any] = json.loads(local.read(_RECORD))
-        fields.pop('format')
-        return TierRecord(**fields)
+        version = fields.pop('format')
+        if version == _FORMAT:
+            return TierRecord(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise LocalDirError(
             f'{local.url(_RECORD)} is damaged ({error}), so the run of its steps is unknown. {_cures(local)}'
         ) from error
+    raise LocalDirError(f'{local.url(_RECORD)} has format {version}; this version reads {_FORMAT}. Update t5ckpt.')
 
 
 def read_run_id(run: Storage) -> str:
@@ -295,7 +298,7 @@ class LocalDirectory:
     def _write(self, identity: str) -> None:
         record = TierRecord(self.run.url(), identity, self._keep)
         self.storage.make_dir(INDEX)
-        self.storage.write(_RECORD, json.dumps({'format': 1, **dataclasses.asdict(record)}).encode())
+        self.storage.write(_RECORD, json.dumps({'format': _FORMAT, **dataclasses.asdict(record)}).encode())
         self.storage.sync_tree('', [])
         self._record = record
 

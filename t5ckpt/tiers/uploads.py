@@ -264,7 +264,11 @@ class Uploads:
             yield
         except BaseException:
             if replaces is not None:
-                self._add(step, replaces)
+                with self._guard:
+                    # It may have been saved before others.
+                    self._waiting = {step: replaces, **self._waiting}
+                    self._condition.notify_all()
+                self._start_thread()
             raise
         with self._guard:
             self._remove(step, '')
@@ -549,9 +553,8 @@ class Uploads:
             if self._error not in (None, error):
                 raise NotPersistedError(f'{text} yet: {self._error} The upload is repeated.') from self._error
             if not self._is_running or self._is_stopped:
-                raise NotPersistedError(
-                    f'{text}, since the checkpointer is closed. The next start with this local directory uploads it.'
-                )
+                why = 'the checkpointer is closed' if self._is_stopped else f'the uploads have ended: {self._error}'
+                raise NotPersistedError(f'{text}, since {why}. The next start with this local directory uploads it.')
             self._condition.wait(_LOOK_SECONDS)
         ended = self._failed if step is None else step
         if why := self._outcomes.get(ended):

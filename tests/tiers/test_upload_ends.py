@@ -385,6 +385,22 @@ def test_a_step_that_is_deleted_during_its_upload_leaves_no_files(remote, local)
         assert waiting(local) == []
 
 
+def test_a_failed_deletion_of_a_step_that_waits_drops_no_later_step(remote, local):
+    """The step waits behind a later one, since it replaces one of the run."""
+    with checkpointer(remote, local) as ck:
+        ck.save(state(1, 100))
+        ck.wait_until_persisted()
+        remote.is_away = True
+        ck.save(state(2, 100), overwrite=True)
+        ck.save(state(3, 200))
+        with pytest.raises(StorageError, match='injected'):
+            ck.delete(100)
+        assert waiting(local) == [100, 200]
+        remote.is_away = False
+        ck.wait_until_persisted()
+    assert (t5ckpt.all_steps(remote), value(remote, 100), value(remote, 200)) == ([100, 200], 2, 3)
+
+
 def test_after_a_restore_of_an_older_step_the_new_saves_are_uploaded(remote, local, caplog):
     caplog.set_level(logging.INFO)
     with checkpointer(remote, local) as ck:

@@ -80,9 +80,16 @@ def test_ls_before_the_first_upload(run_dir, tmp_path):
 
 
 def test_a_damaged_record(local):
-    (local / '.t5ckpt/tier.json').write_text('{', encoding='ascii')
+    record = local / '.t5ckpt/tier.json'
+    fields = json.loads(record.read_text('utf-8'))
+    record.write_text('{', encoding='ascii')
     assert 'tier.json is damaged' in t5ckpt_cli('ls', local, code=3)
     assert 'tier.json is damaged' in t5ckpt_cli('verify', local, code=3)
+    record.write_text(json.dumps(fields | {'format': 2, 'runs': []}), encoding='ascii')
+    said = t5ckpt_cli('ls', local, code=3)
+    assert 'tier.json has format 2' in said
+    assert 'Update t5ckpt' in said
+    assert 'is damaged' not in said
 
 
 @pytest.mark.parametrize('damaged', [None, 'local', 'run'])

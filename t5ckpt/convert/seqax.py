@@ -60,7 +60,6 @@ __all__ = ['read_seqax', 'seqax_steps', 'write_seqax']
 _STEP = re.compile(r'[0-9]{10}')
 _DONE = 'write_completed'
 _METADATA_BYTES = 2**20
-_CHUNKS_UNDER_WAY = 4
 # One component of jax.tree_util.keystr: an attribute, or the repr of a key or index in brackets.
 _COMPONENT = re.compile(
     r"""\.(?P<name>[^.\[]+) | \[(?P<key>'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" | -?[0-9]+)\]""", re.VERBOSE

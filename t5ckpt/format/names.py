@@ -118,8 +118,6 @@ parse_prefixed_step = _number_in(r'(?:[A-Za-z][A-Za-z0-9_\-]*[_\-])?([0-9]{1,18}
 
 Other directories may have such names; callers check that Orbax or Levanter wrote the directory.
 """
-parse_tmp_dir = _number_in(r'checkpoint_(0|[1-9][0-9]{0,17})\.tmp-[0-9]{1,20}')
-"""The step of an :func:`aside_dir` in the state 'tmp', or of such a directory of T5X; None for any other name."""
 
 
 def step_dir(step: int, digits: int = 0) -> str:

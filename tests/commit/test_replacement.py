@@ -175,7 +175,13 @@ def test_a_copy_on_a_disk(url, tmp_path):
 def test_names():
     own = ['checkpoint', 't5ckpt.json', 't5ckpt.0123456789abcdef.json', 't5ckpt-0123456789abcdef/integrity.3.json']
     own += ['t5ckpt-0123456789abcdef/a.b/.zarray', 't5ckpt-0123456789abcdef/a.b/0.1', 'a.b/0.1', 'integrity.0.json']
-    own += ['t5ckpt-0123456789abcdef/a.b/0/1', 'a.b/1.0a1b2c3d.__partial', 'PINNED', 'checkpoint.damaged', 'copies.json']
+    own += [
+        't5ckpt-0123456789abcdef/a.b/0/1',
+        'a.b/1.0a1b2c3d.__partial',
+        'PINNED',
+        'checkpoint.damaged',
+        'copies.json',
+    ]
     others = ['t5ckpt-0123456789abcdef/notes.txt', 't5ckpt-01/w/x', 't5ckpt.01.json', 't5ckpt-0123456789abcdef/a/b/c']
     others += ['a/b/0.1', 'PINNED/x', 'integrity.00.json', 'a.b/zarr.json', '0']
     assert foreign_keys([*own, *others]) == others

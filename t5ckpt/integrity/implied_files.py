@@ -21,7 +21,6 @@ from t5ckpt.integrity.report import Damage
 from t5ckpt.reading.array_reader import open_array
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.chunks import OpenArray
-from t5ckpt.reading.size_limits import check_chunk
 from t5ckpt.reading.tensorstore_array import TensorStoreArray
 
 _MAX_NAMED = 100
@@ -107,9 +106,7 @@ class ImpliedFiles:
                 continue
             array.sizes[file] = size
             if file_bytes is not None and size != file_bytes:
-                text = size_text(size, file_bytes)
-                ends = (min(size, file_bytes), max(size, file_bytes))
-                array.damages.append(Damage('size', file, text, name, chunk_index, box, ends))
+                array.damages.append(Damage('size', file, size_text(size, file_bytes), name, chunk_index, box))
             else:
                 array.chunks.append(chunk_index)
         return array
@@ -121,12 +118,6 @@ class ImpliedFiles:
           CorruptCheckpointError: it does not decode.
           StorageError: it cannot be read.
         """
-        # Listings of buckets have no sizes.
-        sizes = [
-            size for file, size in array.sizes.items() if array.stored.is_in_database or file == array.file(chunk_index)
-        ]
-        if sizes:
-            check_chunk(array.chunk_bytes, lambda: sum(sizes), f'{array.name} ({array.file(chunk_index)})')
         self._budget.acquire(array.chunk_bytes)
         try:
             array.array.read(array.array.grid.box(chunk_index).slices)
@@ -148,16 +139,6 @@ class ImpliedFiles:
             files = ((key.removeprefix(f'{whole}/'), size or 0) for key, size in self._files.storage.walk(whole))
             self._databases[base] = {join(base, name): size for name, size in files if DATABASE_FILE.fullmatch(name)}
         return dict(self._databases[base])
-
-
-def located_in_leaf(damage: Damage, name: str, leaf: StoredArray, key: str) -> Damage:
-    """Adds the leaf's name and, for the file of a chunk, its position and elements."""
-    chunks = leaf.metadata.get('chunks')
-    grid = ChunkGrid(leaf.shape, leaf.shape if chunks is None else tuple(chunks))
-    # The manifest does not record the separator of another writer.
-    chunk_index = damage.chunk if damage.chunk is not None else grid.index(key.replace('/', grid.separator))
-    box = None if chunks is None or chunk_index is None else grid.box(chunk_index)
-    return dataclasses.replace(damage, leaf=name, chunk=chunk_index, box=box)
 
 
 def has_checksums(array: StoredArray, checksums: FileChecksums) -> bool:

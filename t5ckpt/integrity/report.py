@@ -21,7 +21,6 @@ class Damage:
       leaf: the leaf whose values are affected; empty if none or all are.
       chunk: the chunk's position in the leaf's chunk grid.
       box: the leaf's elements in that chunk, (start, stop) per dimension.
-      offsets: the affected bytes of the file, (start, stop); None for all, or if unknown.
     """
 
     kind: str
@@ -30,7 +29,6 @@ class Damage:
     leaf: str = ''
     chunk: tuple[int, ...] | None = None
     box: Box | None = None
-    offsets: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         where = self.leaf

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from t5ckpt.catalog.facts_files import facts_file
@@ -32,7 +32,7 @@ from t5ckpt.errors import (
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.chunk_grid import ChunkIndex
+from t5ckpt.format.chunk_grid import ChunkGrid, ChunkIndex
 from t5ckpt.format.facts import Facts, decode_facts
 from t5ckpt.format.file_checksums import FileChecksums, FileEntry, entry_of, size_text
 from t5ckpt.format.manifest import split_facts
@@ -52,7 +52,7 @@ from t5ckpt.format.names import (
     step_dir,
 )
 from t5ckpt.format.zarray import implied_metadata
-from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles, has_checksums, located_in_leaf
+from t5ckpt.integrity.implied_files import ArrayFiles, ImpliedFiles, has_checksums
 from t5ckpt.integrity.report import Damage, VerifyReport
 from t5ckpt.progress import Meter
 from t5ckpt.reading.checkpoint_files import CheckpointFiles, in_threads
@@ -61,7 +61,6 @@ from t5ckpt.reading.identity import Identity
 from t5ckpt.storage import Entry, PathOrStorage, Storage, means_damage, open_storage, split_path
 
 _OWN = {MANIFEST, COPIES, PINNED}
-_IMPLIED = 'only t5ckpt opens the array without it, and t5ckpt cp writes it again'
 
 
 def verify(
@@ -96,14 +95,6 @@ def verify(
       the speed. In the local directory of one of several processes, its part of the step is verified.
     """
     located = with_links(_locate_or_broken(path, step, storage_options), follow_links)
-    return verify_located(located, full=full, progress=progress)
-
-
-def verify_located(located: Located, *, full: bool, progress: Progress | None = None) -> VerifyReport:
-    """As :func:`verify`, for a directory that may not be a step yet.
-
-    The part of one process may lack the files of the others, see ``save/parts.py``.
-    """
     started = time.monotonic()
     check = _Check(located)
     identity = Identity.now(located)
@@ -156,7 +147,7 @@ class _Check:
       notes: so far.
       leaves: name and stored leaf, by the directory of its array.
       checksums: the file checksums of all processes.
-      part: the process whose files they are, if they are a part.
+      part: the process whose files they are, if they are a part, which lacks the files of the others (``save/parts.py``).
       sizes: of the existing files that were checked.
       is_listed: whether the manifest's checksum is recorded.
     """
@@ -174,12 +165,8 @@ class _Check:
         self.is_listed = False
         # The files of arrays without file checksums.
         self._unlisted: list[ArrayFiles] = []
-        # The files whose bytes have been compared already.
-        self._read_files: set[str] = set()
         self._raw = RawFiles()
         self._dirs: set[str] = set()
-        # The file with the facts: the manifest, or in the earlier layout ``t5ckpt.json``.
-        self._recorder = located.manifest
 
     # --- the manifest and the file checksums --------------------------------------------------------------------------
 
@@ -187,55 +174,45 @@ class _Check:
         """Reads the manifest and the file checksums, and compares them with the checksums in the facts."""
         everything = {entry.name: entry for entry in self._entries('')}
         self._dirs = {name for name, entry in everything.items() if entry.is_dir}
-        top = {name: entry for name, entry in everything.items() if not entry.is_dir}
+        top = everything.keys() - self._dirs
         facts = self._facts(top)
         recorded = FileChecksums() if facts is None else facts.digests
-        if facts is not None:
-            self._compare_step(facts)
-        lists = {name for name in (*recorded, *top) if is_file_checksums(name)}
+        lists = set(recorded.lists)
         if COPIES in top and (part := part_of(recorded.lists, top)) is not None:
             self.part = part
-            lists = {COPIES, *(lists & top.keys())}
+            lists = {COPIES, *(lists & top)}
         manifest = self._raw.manifest
-        if facts is None and lists and manifest is not None and not self.damages:
+        if facts is None and manifest is not None and not self.damages and any(map(is_file_checksums, top)):
             text = (
                 'has no facts of t5ckpt, so nothing verifies integrity.*.json; without these it is read as T5X reads it'
             )
             self._add('contradiction', self._located.manifest, text)
         for name in sorted(lists):
-            if facts is None or name in recorded or name == COPIES:
-                self._read_list(name, recorded, name in top)
-            elif not any(map(generation_of, self._dirs)):
-                self._add(
-                    'contradiction', name, f'{self._recorder} does not record it: it belongs to another checkpoint'
-                )
+            self._read_list(name, recorded)
         self.is_listed = self._located.manifest in recorded
         if manifest is not None:
             self._compare(self._located.manifest, manifest, recorded)
 
-    def _facts(self, top: Mapping[str, Entry]) -> Facts | None:
+    def _facts(self, top: Collection[str]) -> Facts | None:
         """Reads the manifest and the facts in it or, in the earlier layout, beside it."""
-        data = self._read(self._recorder, FileChecksums()) if self._recorder else None
+        recorder, step = self._located.manifest, self._located.step
+        data = self._read(recorder, FileChecksums()) if recorder else None
         manifest, encoded = (None, None) if data is None else split_facts(data)
         name = facts_file(manifest or b'', top)
-        if self._recorder and encoded is None and name in top:
-            self._recorder, encoded = name, self._read(name, FileChecksums())
+        if recorder and encoded is None and name in top:
+            recorder, encoded = name, self._read(name, FileChecksums())
         self._raw = RawFiles(manifest, encoded)
         try:
-            return None if encoded is None else decode_facts(encoded, self._recorder)
+            facts = None if encoded is None else decode_facts(encoded, recorder)
         except CorruptCheckpointError as error:
-            self._add('checksum', self._recorder, str(error))
+            self._add('checksum', recorder, str(error))
             return None
+        if facts is not None and step is not None and facts.step != step:
+            self._add('contradiction', recorder, f'is of step {facts.step!r:.40}, the directory says {step}')
+        return facts
 
-    def _compare_step(self, facts: Facts) -> None:
-        written = facts.step
-        if self._located.step is not None and written != self._located.step:
-            self._add(
-                'contradiction', self._recorder, f'is of step {written!r:.40}, the directory says {self._located.step}'
-            )
-
-    def _read_list(self, name: str, recorded: FileChecksums, is_there: bool) -> None:
-        data = self._read(name, recorded) if is_there or name in recorded else None
+    def _read_list(self, name: str, recorded: FileChecksums) -> None:
+        data = self._read(name, recorded)
         if data is None:
             return
         try:
@@ -243,9 +220,6 @@ class _Check:
         except FormatError as error:
             self._failed(name, error)
             return
-        twice = [file for file, entry in entries.items() if not self.checksums.matches(file, entry)]
-        if twice:
-            self._add('contradiction', name, f'records another checksum of {min(twice)} than the other file checksums')
         self.checksums = FileChecksums({**self.checksums, **entries})
 
     def _read(self, name: str, recorded: FileChecksums) -> bytes | None:
@@ -256,7 +230,6 @@ class _Check:
             self._failed(name, error)
             return None
         self.sizes[name] = len(data)
-        self._read_files.add(name)
         self._compare(name, data, recorded)
         return data
 
@@ -309,7 +282,7 @@ class _Check:
 
     def presence(self) -> None:
         """Compares presence and size of every file, with one listing per directory."""
-        expected = set(self.checksums) - self._read_files
+        expected = set(self.checksums)
         parents = {name.rpartition('/')[0] for name in expected}
         listed_sizes: dict[str, int] = {}
         for parent, entries in in_threads(parents, self._entries):
@@ -369,9 +342,7 @@ class _Check:
     def contents(self, progress: Progress | None) -> None:
         """Reads all files that have the recorded size."""
         wrong = {damage.file for damage in self.damages}
-        listed = [
-            name for name in self.checksums if name in self.sizes and name not in wrong and name not in self._read_files
-        ]
+        listed = [name for name in self.checksums if name in self.sizes and name not in wrong]
         listed.sort(key=lambda name: -self.sizes[name])
         chunks = [(array, chunk_index) for array in self._unlisted for chunk_index in array.chunks]
         total = sum(self.sizes[name] for name in listed) + sum(array.chunk_bytes for array, _ in chunks)
@@ -403,26 +374,10 @@ class _Check:
             return
         text = f'xxh3-64 is {entry[1]}, expected {recorded[1]}'
         other = next((file for file, listed in self.checksums.items() if listed == entry and file != name), None)
-        offsets = (0, entry[0])
-        if other is not None:
-            text += f'; these are the bytes of {other}'
-        elif (zeros := self._hole(name)) is not None:
-            text += f'; the bytes from {zeros[0]:,} to {zeros[1]:,} may be a hole'
-        self._add('checksum', name, text, offsets=offsets)
-
-    def _hole(self, name: str) -> tuple[int, int] | None:
-        try:
-            return self._files.zeros(name)
-        except T5CkptError:
-            # The file was deleted after its checksum was computed.
-            return None
+        self._add('checksum', name, text if other is None else f'{text}; these are the bytes of {other}')
 
     def _size_differs(self, name: str, nbytes: int, recorded: int) -> None:
-        """Adds a file of another size than the recorded one."""
-        offsets = (min(nbytes, recorded), max(nbytes, recorded))
-        how = 'are missing' if nbytes < recorded else 'are additional'
-        text = f'{size_text(nbytes, recorded)}: bytes {offsets[0]:,} to {offsets[1]:,} {how}'
-        self._add('size', name, text, offsets=offsets)
+        self._add('size', name, size_text(nbytes, recorded))
 
     def _failed(self, name: str, error: T5CkptError, leaf: str = '', chunk_index: ChunkIndex | None = None) -> None:
         """Adds a file that cannot be read or decoded.
@@ -448,18 +403,25 @@ class _Check:
                 kind = 'undecodable'
         self.damages.append(self._located_in_leaf(Damage(kind, name, str(error), leaf, chunk_index)))
 
-    def _add(self, kind: str, name: str, text: str, *, offsets: tuple[int, int] | None = None) -> None:
+    def _add(self, kind: str, name: str, text: str) -> None:
         """Adds a damage; see ``Damage`` for the kinds."""
-        self.damages.append(self._located_in_leaf(Damage(kind, name, text, offsets=offsets)))
+        self.damages.append(self._located_in_leaf(Damage(kind, name, text)))
 
     def _located_in_leaf(self, damage: Damage) -> Damage:
-        """Adds the leaf, the chunk and the elements of the file."""
+        """Adds the leaf, and the chunk and the elements of the file."""
         parts = damage.file.split('/')
         for length in range(len(parts), 0, -1):
             location = '/'.join(parts[:length])
-            if location in self.leaves:
-                name, leaf = self.leaves[location]
-                if damage.file in implied_metadata(leaf, self.checksums):
-                    damage = dataclasses.replace(damage, text=f'{_IMPLIED}: {damage.text}')
-                return located_in_leaf(damage, name, leaf, '/'.join(parts[length:]))
+            if location not in self.leaves:
+                continue
+            name, leaf = self.leaves[location]
+            text = damage.text
+            if damage.file in implied_metadata(leaf, self.checksums):
+                text = f'only t5ckpt opens the array without it, and t5ckpt cp writes it again: {text}'
+            chunks = leaf.metadata.get('chunks')
+            grid = ChunkGrid(leaf.shape, leaf.shape if chunks is None else tuple(chunks))
+            # The manifest does not record the separator of another writer, which is '/'.
+            index = grid.index('.'.join(parts[length:])) if damage.chunk is None else damage.chunk
+            box = None if chunks is None or index is None else grid.box(index)
+            return dataclasses.replace(damage, text=text, leaf=name, chunk=index, box=box)
         return damage

@@ -50,7 +50,6 @@ _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_DEPTH = 64
 BLOCK_BYTES = 2**20
 """Of a block, which fits a core's cache."""
-_PAGE = 4096
 _MIN_THREADS = 8
 _AHEAD = 8
 _CURE = (
@@ -237,15 +236,6 @@ class CheckpointFiles(abc.ABC):
             for block in opened.blocks():
                 state.update(block)
             return opened.size or 0, state.hexdigest()
-
-    def zeros(self, file: str) -> tuple[int, int] | None:
-        """The range in bytes from the first to the last page of zeros in a file, as a hole reads."""
-        found: list[int] = []
-        with self.opened(file) as opened:
-            for number, block in enumerate(opened.blocks()):
-                pages = np.frombuffer(block, np.uint8)[: len(block) // _PAGE * _PAGE].reshape(-1, _PAGE)
-                found += (np.flatnonzero(~pages.any(axis=1)) * _PAGE + number * BLOCK_BYTES).tolist()
-        return (found[0], found[-1] + _PAGE) if found else None
 
     def compare(self, file: str, name: str, entry: FileEntry) -> None:
         """Compares a file of a leaf with its recorded checksum, if checksums are to be compared.

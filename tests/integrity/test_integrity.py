@@ -95,7 +95,8 @@ def test_what_is_said_of_a_chunk(run_dir):
     chunk.write_bytes(data[:1000])
     damage = the_damage(t5ckpt.verify(step_dir))
     assert (damage.kind, damage.leaf, damage.file) == ('size', 'params/w', 'params.w/1.0')
-    assert (damage.chunk, damage.offsets) == ((1, 0), (1000, len(data)))
+    assert damage.chunk == (1, 0)
+    assert f'1,000 bytes, expected {len(data):,}' in damage.text
     assert damage.box[0][0] > 0
     assert np.prod([stop - start for start, stop in damage.box]) * 4 == len(data)
     chunk.write_bytes((step_dir / 'params.w' / '2.0').read_bytes())

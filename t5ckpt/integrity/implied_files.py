@@ -120,7 +120,7 @@ class ImpliedFiles:
         """
         self._budget.acquire(array.chunk_bytes)
         try:
-            array.array.read(array.array.grid.box(chunk_index).slices)
+            array.array.read([range(*ends) for ends in array.array.grid.box(chunk_index)])
         finally:
             self._budget.release(array.chunk_bytes)
 

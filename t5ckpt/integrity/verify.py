@@ -247,10 +247,7 @@ class _Check:
             contents = self._contents()
             table = contents.leaves()
             if contents.left_out:
-                self.notes.append(
-                    f'not verified: {some_of(contents.left_out, 8)}.'
-                    + ('' if contents.unread else ' They are items of Orbax. Verify a tree by its path.')
-                )
+                self.notes.append(f'not verified: {some_of(contents.left_out, 8)}')
         except (FormatError, StorageError, CheckpointNotFoundError) as error:
             self._failed(self._located.manifest or '.', error)
             return

@@ -165,8 +165,8 @@ class ArrayReader:
         mapped = self.map_boxes(leaf, name, [whole]) if index is Ellipsis else None
         if mapped is not None:
             return mapped[whole]
-        slices, after = basic
-        return self.open(leaf, name).read(slices)[after]
+        positions, after = basic
+        return self.open(leaf, name).read(positions)[after]
 
     def check_prefixed(self, prefix: str) -> None:
         """Verifies the files with a prefix that are not arrays, before another library opens them.
@@ -240,8 +240,8 @@ def _check_step_of_directory(contents: Contents, *, strictly: bool) -> None:
     _log.warning('t5ckpt: %s.', text)
 
 
-def _basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
-    """Splits a numpy basic index into forward slices to read, one per dimension, and an index for numpy on the result.
+def _basic_index(index: Any, shape: Sequence[int]) -> tuple[list[range], tuple[Any, ...]] | None:
+    """Splits a numpy basic index into positions to read, ascending on each axis, and an index for numpy on the result.
 
     Returns:
       None for an advanced index (arrays, lists), which numpy applies to the whole array.
@@ -249,43 +249,35 @@ def _basic_index(index: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], t
     Raises:
       IndexError: too many indices, or one out of bounds.
     """
-    parts = index if isinstance(index, tuple) else (index,)
+    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
     if not all(part is None or part is Ellipsis or isinstance(part, slice) or _is_integer(part) for part in parts):
         return None
-    used = sum(part is not None and part is not Ellipsis for part in parts)
-    if used > len(shape) or sum(part is Ellipsis for part in parts) > 1:
+    absent = len(shape) - sum(part is not None and part is not Ellipsis for part in parts)
+    parts = parts if Ellipsis in parts else [*parts, Ellipsis]
+    if absent < 0 or parts.count(Ellipsis) > 1:
         raise IndexError(f'{index!r:.80}: does not fit an array of {len(shape)} dimensions')
-    if not any(part is Ellipsis for part in parts):
-        parts = (*parts, Ellipsis)
-    read: list[slice] = []
+    at = parts.index(Ellipsis)
+    parts[at : at + 1] = [slice(None)] * absent
+    read: list[range] = []
     after: list[Any] = []
     for part in parts:
         if part is None:
             after.append(None)
-        elif part is Ellipsis:
-            rest = len(shape) - used
-            read += [slice(0, size) for size in shape[len(read) : len(read) + rest]]
-            after += [slice(None)] * rest
+            continue
+        axis, size = len(read), shape[len(read)]
+        try:
+            chosen: Any = range(size)[part]
+        except IndexError as error:
+            raise IndexError(f'index {part} is out of bounds for axis {axis} with size {size}') from error
+        if isinstance(chosen, int):
+            read.append(range(chosen, chosen + 1))
+            after.append(0)
         else:
-            forward, then = _axis_index(part, shape[len(read)], len(read))
-            read.append(forward)
-            after.append(then)
-    return tuple(read), tuple(after)
+            is_forward = chosen.step > 0
+            read.append((chosen if is_forward else chosen[::-1]) or range(0))
+            after.append(slice(None, None, 1 if is_forward else -1))
+    return read, tuple(after)
 
 
 def _is_integer(part: Any) -> bool:
     return hasattr(part, '__index__') and np.ndim(part) == 0 and not isinstance(part, (bool, np.bool_))
-
-
-def _axis_index(part: Any, size: int, axis: int) -> tuple[slice, Any]:
-    if not isinstance(part, slice):
-        position = part.__index__()
-        if not -size <= position < size:
-            raise IndexError(f'index {position} is out of bounds for axis {axis} with size {size}')
-        return slice(position % size, position % size + 1), 0
-    chosen = range(*part.indices(size))
-    if not chosen:
-        return slice(0, 0), slice(None)
-    if chosen.step > 0:
-        return slice(chosen[0], chosen[-1] + 1, chosen.step), slice(None)
-    return slice(chosen[-1], chosen[0] + 1, -chosen.step), slice(None, None, -1)

@@ -72,13 +72,11 @@ class OpenArray(abc.ABC):
     def tasks(self, buffers: Mapping[Box, np.ndarray]) -> list[Task]:
         """The tasks that fill C-order buffers with boxes of the array, in the leaf's dtype or in the one to cast to."""
 
-    def read(self, slices: tuple[slice, ...]) -> np.ndarray:
-        """Reads forward slices, in the leaf's dtype."""
-        box = Box.from_slices(slices, self.leaf.shape)
-        if all(part.step in (None, 1) for part in slices):
-            return self._read_box(box)
+    def read(self, picked: Sequence[range]) -> np.ndarray:
+        """Reads the elements at ascending positions on each axis, in the leaf's dtype."""
+        if all(axis.step == 1 for axis in picked):
+            return self._read_box(Box([(axis.start, axis.stop) for axis in picked]))
         # In parts, since the box may be much larger than the elements that are wanted of it.
-        picked = [range(*part.indices(size)) for part, size in zip(slices, self.leaf.shape, strict=True)]
         out = self._new([*map(len, picked)])
         for cuts in itertools.product(*map(_in_chunks, picked, self.grid.chunk_shape)):
             wanted = [axis[cut] for axis, cut in zip(picked, cuts, strict=True)]

@@ -20,12 +20,11 @@ from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
-from t5ckpt.core.text import CURE_OF_DAMAGE, some_of, without_cure_of_damage
+from t5ckpt.core.text import CURE_OF_DAMAGE, without_cure_of_damage
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     T5CkptError,
-    TreeMismatchError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves
@@ -83,7 +82,6 @@ class Contents:
       checksums: the file checksums, if they were read with the manifest.
       raw: the files that were read.
       left_out: items of a step of Orbax, or arrays of a tree of zarr, that are not read.
-      unread: see :class:`OrbaxContents`.
     """
 
     located: Located
@@ -92,7 +90,6 @@ class Contents:
     checksums: FileChecksums | None = None
     raw: RawFiles = RawFiles()
     left_out: tuple[str, ...] = ()
-    unread: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property
     def identity(self) -> Identity:
@@ -130,20 +127,6 @@ class Contents:
                 self.check_not_part()
             except CorruptCheckpointError as part:
                 raise CorruptCheckpointError(f'{without_cure_of_damage(str(error))}; {part}') from error
-            raise
-
-    @contextlib.contextmanager
-    def naming_unread(self) -> Generator[None]:
-        """Replaces the error that a leaf is missing if the checkpoint has it in a dtype that t5ckpt does not know."""
-        try:
-            yield
-        except TreeMismatchError as error:
-            asked = [f'{each.leaf} ({self.unread[each.leaf]})' for each in error.problems if each.leaf in self.unread]
-            if asked:
-                raise UnsupportedFormatError(
-                    f'{self.located.url}: t5ckpt does not know the dtype of {some_of(asked, 5)}. '
-                    'Put ... in the place of the leaf in the template, or pass its values as fallback_state.'
-                ) from error
             raise
 
     def leaves(self) -> LeafTable:
@@ -229,7 +212,7 @@ def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Conten
         of_levanter = is_levanter(located.storage, located.directory)
         orbax = None if of_levanter else read_orbax(files, logs_items=logs_items)
         orbax = orbax or read_zarr_tree(files, logs_items=logs_items)
-        return Contents(located, orbax.manifest, orbax.facts, left_out=orbax.left_out, unread=orbax.unread)
+        return Contents(located, orbax.manifest, orbax.facts, left_out=orbax.left_out)
     if is_tensor_file(located.manifest):
         return Contents(located, decode_tensors(raw.manifest), NO_FACTS, None, raw)
     refuse_pointer(raw.manifest, located.url)

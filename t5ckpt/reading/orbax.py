@@ -27,7 +27,6 @@ from t5ckpt.catalog.orbax_facts import read_orbax_facts
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE, printable, some_of
-from t5ckpt.datasets import positions_in
 from t5ckpt.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -78,14 +77,12 @@ class OrbaxContents:
     Attributes:
       manifest: with the tree.
       facts: with the metrics and metadata of the step.
-      left_out: items of the step that are not read.
-      unread: the dtypes of leaves that are left out since t5ckpt does not know them, by the names of the leaves.
+      left_out: items of the step that are not read, or arrays of unknown dtypes.
     """
 
     manifest: Manifest
     facts: Facts
     left_out: tuple[str, ...] = ()
-    unread: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents | None:
@@ -98,7 +95,7 @@ def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents | N
         return None
     left_out = () if trees == [''] else _items(files.storage, files.directory, trees)
     if logs_items:
-        _log_items(files.storage, files.directory, left_out)
+        _log_items(files.storage, files.directory, trees, left_out)
     read = {item: _read_tree(files, item) for item in trees}
     state: LeafTable = {}
     keys: dict[Path, str] = {}
@@ -188,28 +185,20 @@ def _items(storage: Storage, directory: str, read: Collection[str]) -> tuple[str
     return tuple(sorted(name for name in directories if name not in read and name != METRICS.partition('/')[0]))
 
 
-def _log_items(storage: Storage, directory: str, names: Sequence[str]) -> None:
+def _log_items(storage: Storage, directory: str, read: Sequence[str], names: Sequence[str]) -> None:
     """Logs the items of a step that are not read: a warning if one of them is a tree of arrays."""
     trees = [name for name in names if storage.is_file(join(directory, name, TREE_METADATA))]
+    where = storage.url(directory)
     if trees:
-        read = some_of(_items(storage, directory, names), 8)
-        other_items = some_of([name for name in names if name not in trees], 8)
-        more = f' Items that are not trees are never read: {other_items}.' if other_items else ''
-        _log.warning(
-            't5ckpt: %s',
-            printable(
-                f'{storage.url(directory)} has several items of Orbax: {read} is read, {some_of(trees, 8)} is not. To read '
-                f'another item, pass its path: {storage.url(join(directory, trees[0]))}.{more}'
-            ),
+        text = (
+            f'{where} has several items of Orbax: {some_of(read, 8)} is read, {some_of(names, 8)} is not. To read another tree, '
+            f'pass its path: {storage.url(join(directory, trees[0]))}.'
         )
-    # A restore reads the positions of data iterators, or warns that it does not.
-    positions = {position.directory for position in positions_in(storage, directory, of_orbax=True)}
-    other = [
-        name for name in names if not any(f'{each}/'.startswith(f'{join(directory, name)}/') for each in positions)
-    ]
-    if other and not trees:
-        text = f'{storage.url(directory)}: these items of Orbax are not read: {some_of(other, 8)}.'
-        _log.info('t5ckpt: %s', printable(text))
+        _log.warning('t5ckpt: %s', printable(text))
+    elif names:
+        _log.info(
+            't5ckpt: %s', printable(f'{where}: these items of Orbax are not trees of arrays: {some_of(names, 8)}.')
+        )
 
 
 def _read_tree(files: CheckpointFiles, item: str) -> LeafTable:

@@ -75,14 +75,13 @@ def read_zarr_tree(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents
             raise CorruptCheckpointError(
                 f'{where}: {key} is a chunk of an array without .zarray or zarr.json. Copy it again.'
             )
-    by_name = {leaf_name(path): dtype for path, dtype in unread.items()}
-    left_out = tuple(f'{name} ({dtype})' for name, dtype in by_name.items())
+    left_out = tuple(f'{leaf_name(path)} ({dtype})' for path, dtype in unread.items())
     text = f'{where}: arrays are left out since t5ckpt does not know their dtypes: {some_of(left_out, 5)}'
     if not leaves:
         raise UnsupportedFormatError(f'{text}. There is no other array: write them in another dtype.')
     if left_out and logs_items:
         _log.warning('t5ckpt: %s', printable(text))
-    return OrbaxContents(Manifest(3, leaves), _facts(files), left_out, by_name)
+    return OrbaxContents(Manifest(3, leaves), _facts(files), left_out)
 
 
 def _keys(files: CheckpointFiles, where: str) -> list[str]:

@@ -126,8 +126,7 @@ def _plan(request: RestoreRequest, found: _Found) -> RestorePlan:
         on_devices=not request.lazy,
         resize=request.choice.patterns['resize'],
     )
-    with contents.naming_unread():
-        plan = plan_restore(found.leaves, found.templates, options, contents.located.url)
+    plan = plan_restore(found.leaves, found.templates, options, contents.located.url)
     report_plan(plan, request, contents, table, asked)
     return plan
 

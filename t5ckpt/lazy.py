@@ -180,48 +180,32 @@ class LazyArray(NDArrayOperatorsMixin, ABC):
         """Host memory, in DLPack's numbers."""
         return (1, 0)
 
-    def __eq__(self, other: object) -> Any:
-        return np.asarray(self) == (np.asarray(other) if isinstance(other, LazyArray) else other)
-
-    def __ne__(self, other: object) -> Any:
-        return np.asarray(self) != (np.asarray(other) if isinstance(other, LazyArray) else other)
-
-    # Like NumPy's arrays, which compare element by element and have no hash.
-    __hash__ = None  # type: ignore[assignment]
-
     def item(self) -> Any:
         """The value of an array of one element, as a Python number."""
         if self.size != 1:
-            raise ValueError(f'{self!r} has {self.size} elements, but item() needs exactly one. Read a slice of it.')
+            raise ValueError(
+                f'{self!r} has {self.size} elements, and only an array of one element is a number or a truth value. Read a '
+                'slice of it, or write numpy.asarray(x).any().'
+            )
         return np.asarray(self).item()
 
     def __bool__(self) -> bool:
         # Without this, Python would use the length.
-        if self.size != 1:
-            raise ValueError(
-                f'the truth value of {self!r} is ambiguous: it has {self.size} elements. Write `x is not None`, or '
-                'numpy.asarray(x).any().'
-            )
         return bool(self.item())
 
     def __int__(self) -> int:
-        return int(self._number('an integer'))
+        return int(self.item())
 
     def __float__(self) -> float:
-        return float(self._number('a float'))
+        return float(self.item())
 
     def __complex__(self) -> complex:
-        return complex(self._number('a complex number'))
+        return complex(self.item())
 
     def __index__(self) -> int:
         if self._shape or self._dtype.kind not in 'iu':
             raise TypeError(f'{self!r} cannot be used as an index; only an integer array without dimensions can.')
         return operator.index(self.item())
-
-    def _number(self, what: str) -> Any:
-        if self.size != 1:
-            raise TypeError(f'{self!r} has {self.size} elements; only an array of one element converts to {what}.')
-        return self.item()
 
     def __getattr__(self, name: str) -> Any:
         # The hint is for attributes of NumPy's arrays that lazy arrays lack.

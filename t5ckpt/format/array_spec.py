@@ -67,7 +67,7 @@ class StoredArray:
         range of bytes.
       driver: ``'zarr'`` or ``'zarr3'`` (TensorStore's driver of the chunks, in files or in an OCDBT database), or ``'bytes'``, a
         range of bytes of a file, in C order.
-      stores_all: whether its writer stores also the chunks that equal the fill value of the array, so that an absent one is lost.
+      stores_all: whether an absent chunk is lost: the array has no fill value, or its writer stores also chunks that equal it.
     """
 
     location: str

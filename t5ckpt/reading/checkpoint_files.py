@@ -223,12 +223,6 @@ class CheckpointFiles(abc.ABC):
         version = self.storage.version(self.key(file))
         return self.read(file), version
 
-    def read_if_there(self, file: str) -> bytes | None:
-        """As :meth:`read`; None if there is no such file."""
-        with contextlib.suppress(CheckpointNotFoundError):
-            return self.read(file)
-        return None
-
     def digest(self, file: str) -> FileEntry:
         """A file's length and its xxh3-64."""
         state = xxhash.xxh3_64()

@@ -141,29 +141,20 @@ def read_raw(located: Located, *, checksums: bool = False) -> RawFiles:
       CheckpointNotFoundError: the checkpoint was deleted since it was located.
       UnsafeSpecError: a file is a symbolic link that leads out of the checkpoint.
     """
-    storage, files = located.storage, CheckpointFiles.of(located)
+    files = CheckpointFiles.of(located)
     if not located.manifest:
         return RawFiles()
     if is_tensor_file(located.manifest):
         data, versions = read_tensors(files, located.manifest)
         return RawFiles(data, versions=versions)
     refuse_shard(located.manifest, located.url)
-    while True:
-        data, version = files.read_with_version(located.manifest)
-        manifest, facts = split_facts(data)
-        if facts is not None:
-            break
-        facts = _read_facts_file(located, files, manifest)
-        if facts is not None or storage.version(files.key(located.manifest)) == version:
-            break
-        # A save has replaced a step of the earlier layout, and the file with its facts is gone.
+    data, version = files.read_with_version(located.manifest)
+    manifest, facts = split_facts(data)
+    if facts is None and (names := facts_files(located.storage, located.directory)):
+        with contextlib.suppress(CheckpointNotFoundError):
+            facts = files.read(facts_file(manifest, names))
     raw = RawFiles(manifest, facts, versions={located.manifest: version})
     return with_lists(located, raw) if checksums else raw
-
-
-def _read_facts_file(located: Located, files: CheckpointFiles, manifest: bytes) -> bytes | None:
-    names = facts_files(located.storage, located.directory)
-    return files.read_if_there(facts_file(manifest, names)) if names else None
 
 
 def with_lists(located: Located, raw: RawFiles) -> RawFiles:

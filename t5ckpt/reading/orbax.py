@@ -24,7 +24,7 @@ from typing import Any
 import tensorstore as ts
 
 from t5ckpt.catalog.orbax_facts import read_orbax_facts
-from t5ckpt.core.keys import join
+from t5ckpt.core.keys import is_inside, join
 from t5ckpt.core.leaf_path import Path
 from t5ckpt.core.text import CURE_OF_DAMAGE, printable, some_of
 from t5ckpt.errors import (
@@ -275,55 +275,52 @@ def array_leaves(
     if ocdbt:
         kvstore = {'driver': 'ocdbt', 'base': kvstore}
     # The names in a database are keys, which lead nowhere.
-    by_path = dict(names) if ocdbt else {path: _safe(name) for path, name in names.items()}
+    outside = [] if ocdbt else [name for name in names.values() if name and not is_inside(name)]
+    if outside:
+        raise UnsafeSpecError(f'array name {outside[0]!r:.120} leads outside the checkpoint.')
     file = METADATA_FILES[driver]
     where = storage.url(base)
     # TensorStore follows every link, and ends the process at a file that no memory holds.
-    for name in [item] if ocdbt else [join(item, name, file) for name in by_path.values()]:
+    for name in [item] if ocdbt else [join(item, name, file) for name in names.values()]:
         files.check(name, where)
         if storage.is_file_system and not ocdbt:
             key = join(files.directory, name)
             check_size(storage.size(key) or 0, _METADATA_BYTES, storage.url(key))
     with foreign_errors(where):
         store = storage.wait(ts.KvStore.open(kvstore, context=storage.context()))
-        futures = {path: store.read(f'{name}/{file}' if name else file) for path, name in by_path.items()}
+        futures = {path: store.read(f'{name}/{file}' if name else file) for path, name in names.items()}
         contents = {path: storage.wait(future) for path, future in futures.items()}
     leaves: dict[Path, StoredArray] = {}
     for path, result in contents.items():
-        name = by_path[path]
+        name = names[path]
         if result.state != 'value':
             # In a database that was copied without its manifest, arrays have no directories.
             of_database = any(entry.name.startswith(OCDBT_OF_PROCESS) for entry in storage.entries(base))
             lost = OCDBT_MANIFEST if of_database and not ocdbt else f'{name}/{file}'
             raise CorruptCheckpointError(f'{storage.url(join(base, lost))} is missing. {CURE_OF_DAMAGE}')
         location = f'{item}//{name}' if ocdbt else join(item, name)
-        array = _array(bytes(result.value), location, driver, f'{where}: {name}')
+        array = _array(bytes(result.value), location, driver, f'{where}: {name}', stores_all=stores_all)
         if isinstance(array, str):
             if unread is None:
                 raise UnsupportedFormatError(
                     f'{where}: {name}: array of the dtype {array!r}, which t5ckpt does not know.'
                 )
             unread[path] = array
-        if array is None or isinstance(array, str):
-            continue
-        leaves[path] = dataclasses.replace(array, stores_all=stores_all)
+        elif array is not None:
+            leaves[path] = array
     return leaves
 
 
-def _safe(name: str) -> str:
-    if name and (name.startswith('/') or any(part in ('', '.', '..') for part in name.split('/')) or '\0' in name):
-        raise UnsafeSpecError(f'array name {name!r:.120} leads outside the checkpoint.')
-    return name
-
-
-def _array(data: bytes, location: str, driver: str, where: str) -> StoredArray | str | None:
+def _array(data: bytes, location: str, driver: str, where: str, *, stores_all: bool) -> StoredArray | str | None:
     """The array of this metadata, the name of its dtype if it is unknown, or None for a group."""
     with decoding(f'{where}: array metadata'):
         metadata = json.loads(data)
         if metadata.get('node_type') == 'group':
             return None
-        claimed = metadata['shape']
+        claimed, stores_all = metadata['shape'], stores_all or metadata.get('fill_value') is None
         name = str(metadata['data_type'] if driver == 'zarr3' else metadata['dtype'])
     shape = shape_of(claimed, where)
     dtype = TYPESTRS.get(name)
-    return f'{name:.40}' if dtype is None else StoredArray(location, shape, dtype, dtype, driver=driver)
+    if dtype is None:
+        return f'{name:.40}'
+    return StoredArray(location, shape, dtype, dtype, driver=driver, stores_all=stores_all)

@@ -44,17 +44,15 @@ class TensorStoreArray(OpenArray):
         super().__init__(leaf, name, files)
         # TensorStore follows every link and waits for every FIFO.
         files.check(leaf.root, self._where())
-        self._store = store = self._open(fill_missing_data_reads=False)
-        self.is_filled = store.fill_value is not None and not leaf.stores_all
+        self.is_filled = not leaf.stores_all
+        self._store = store = self._open()
         metadata = store.spec().to_json()['metadata']
         # A shard of zarr3 is one file of many chunks. The chunks of an empty array are empty, too.
         shard = tuple(size or 1 for size in store.chunk_layout.write_chunk.shape or ())
         self.grid = ChunkGrid.from_metadata(metadata, leaf.shape, shard)
         self._check_sizes()
-        if self.is_filled:
-            self._store = self._open(fill_missing_data_reads=True)
 
-    def _open(self, *, fill_missing_data_reads: bool) -> Any:
+    def _open(self) -> Any:
         leaf, storage = self.leaf, self._files.storage
         kvstore = storage.array_kvstore(self._files.key(leaf.root))
         if leaf.is_in_database:
@@ -63,7 +61,7 @@ class TensorStoreArray(OpenArray):
             'driver': leaf.driver,
             'kvstore': kvstore,
             'schema': {'dtype': leaf.disk_dtype.name, 'domain': {'shape': list(leaf.shape)}},
-            'fill_missing_data_reads': fill_missing_data_reads,
+            'fill_missing_data_reads': self.is_filled,
             'recheck_cached_data': False,
             'recheck_cached_metadata': False,
         }

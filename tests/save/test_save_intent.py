@@ -420,7 +420,10 @@ def test_a_metric_of_some_uploads_only_is_not_a_mistake(tmp_path, caught):
         (lambda ck, state: ck.save(state, [1]), "'int' object is not callable"),
         (lambda ck, state: ck.save('4', state), "the step must be an integer, got '4'"),
         (lambda ck, state: ck.restore(state), 'step must be an integer of at least 0, got '),
-        (lambda ck, state: ck.restore('run'), "step must be an integer of at least 0, got 'run'. The path comes before"),
+        (
+            lambda ck, state: ck.restore('run'),
+            "step must be an integer of at least 0, got 'run'. The path comes before",
+        ),
         (lambda ck, state: ck.restore(2, 'run/checkpoint_1'), "step=2 and path='run/checkpoint_1' exclude each other"),
         (lambda ck, state: ck.restore(resize=True), "'bool' object is not iterable"),
         (lambda ck, state: ck.save(state, [lambda tree: tree]), 'takes 1 positional argument but 2 were given'),

@@ -8,13 +8,11 @@ import itertools
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 CURE_OF_DAMAGE = 'Restore an older step, or copy the checkpoint again.'
 """The last sentence of errors about a damaged checkpoint."""
-_CURE_AND_REST = re.compile(r'[.;]?\s+[Rr]estore an older step.*', re.DOTALL)
 LONGEST = 300
 """The characters of a name or a pattern that are compared with others; the comparison is quadratic."""
 _LISTED = 20
@@ -115,11 +113,6 @@ def _printed(value: object) -> object:
 
 # Added to the logger itself, so that it applies to all modules.
 logging.getLogger('t5ckpt').addFilter(_PrintableArguments())
-
-
-def without_cure_of_damage(text: str) -> str:
-    """An error about a damaged checkpoint without its cures, for a log line about a checkpoint that has another copy."""
-    return _CURE_AND_REST.sub('', text)
 
 
 def human_bytes(nbytes: int | None) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -89,7 +88,7 @@ class ArrayReader:
         checksums: Checksums = None,
         verifies_all: bool = True,
         identity: Identity | None = None,
-        around_read: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        cure_of_missing: str = '',
     ):
         """Makes a reader.
 
@@ -100,13 +99,12 @@ class ArrayReader:
           verifies_all: reads all of each chunk, and verifies it, also if it is mapped or little of it is wanted.
           identity: each :meth:`read` checks that the checkpoint is still this one; None if the caller checks it once for
             many reads.
-          around_read: a context for each :meth:`read`.
+          cure_of_missing: replaces the usual last sentences of the error that a file is missing.
         """
-        self.files = CheckpointFiles.of(located, checksums)
+        self.files = CheckpointFiles.of(located, checksums, cure_of_missing)
         self._mmap = mmap and located.storage.is_file_system
         self._verifies_all = verifies_all
         self._identity = identity
-        self._around_read = around_read
 
     def open(self, leaf: StoredArray, name: str) -> OpenArray:
         """Opens an array; raises as :func:`open_array`."""
@@ -135,7 +133,7 @@ class ArrayReader:
           FormatError: the array is damaged.
           StorageError: a file cannot be read.
         """
-        with self._around_read(), self.identified(leaf):
+        with self.identified(leaf):
             return self._read(leaf, name, index)
 
     @contextlib.contextmanager
@@ -213,15 +211,17 @@ def reader_of(contents: Contents, options: CheckpointerOptions) -> ArrayReader:
     Raises:
       CorruptCheckpointError: with ``verify='full'``, the directory's name has another step than the checkpoint.
     """
-    is_full = options.verify == 'full'
+    is_full, part = options.verify == 'full', contents.part
+    # A part has only the checksums of its own files.
+    verifies = options.verifies and (is_full or not part or contents.checksums is not None)
     _check_step_of_directory(contents, strictly=is_full)
     return ArrayReader(
         contents.located,
         options.mmap,
-        checksums=functools.partial(contents.read_checksums, even_of_part=is_full) if options.verifies else None,
+        checksums=contents.read_checksums if verifies else None,
         verifies_all=is_full,
         identity=contents.identity,
-        around_read=contents.naming_part,
+        cure_of_missing=part,
     )
 
 

@@ -146,6 +146,7 @@ class CheckpointFiles(abc.ABC):
       task_bytes: the least that a task for a thread reads.
       threads: that read at once.
       memory: for encoded chunks.
+      cure_of_missing: the last sentences of the error that a file is missing, if they are not those of a damage.
     """
 
     block_bytes: int
@@ -155,6 +156,7 @@ class CheckpointFiles(abc.ABC):
 
     def __init__(self, storage: Storage, directory: str, checksums: Checksums = None):
         """Takes the checkpoint's directory, and its file checksums if files are to be compared with them; see :meth:`at`."""
+        self.cure_of_missing = ''
         self.storage = storage
         self.directory = directory
         self.memory = SpareMemory()
@@ -172,9 +174,11 @@ class CheckpointFiles(abc.ABC):
         return _LocalFiles(storage, directory, checksums, root, follow_links=follow_links)
 
     @classmethod
-    def of(cls, located: Located, checksums: Checksums = None) -> CheckpointFiles:
+    def of(cls, located: Located, checksums: Checksums = None, cure_of_missing: str = '') -> CheckpointFiles:
         """The files of a located checkpoint."""
-        return cls.at(located.storage, located.directory, checksums, follow_links=located.follow_links)
+        files = cls.at(located.storage, located.directory, checksums, follow_links=located.follow_links)
+        files.cure_of_missing = cure_of_missing
+        return files
 
     @property
     def checksums(self) -> FileChecksums | None:
@@ -258,7 +262,7 @@ class CheckpointFiles(abc.ABC):
 
     def missing(self, file: str, name: str) -> CorruptCheckpointError:
         """The error that a file of a leaf is missing."""
-        cure = CURE_OF_DAMAGE if self.checksums is None else _CURE
+        cure = self.cure_of_missing or (CURE_OF_DAMAGE if self.checksums is None else _CURE)
         return CorruptCheckpointError(f'{self.where(file, name)} is missing. {cure}')
 
     def where(self, file: str, name: str) -> str:

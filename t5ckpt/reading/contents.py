@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5ckpt.catalog.facts_files import facts_file, facts_files
@@ -20,7 +20,7 @@ from t5ckpt.core.gc_pause import paused
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.protocols import RestoreStateTransformationFn
-from t5ckpt.core.text import CURE_OF_DAMAGE, without_cure_of_damage
+from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -96,38 +96,25 @@ class Contents:
         """The identity of the checkpoint."""
         return Identity(self.located, self.raw.versions)
 
-    def read_checksums(self, *, even_of_part: bool = True) -> FileChecksums | None:
+    def read_checksums(self) -> FileChecksums | None:
         """The file checksums, read now if they were not read before; None if the checkpoint has none (T5X).
 
         Raises:
-          CorruptCheckpointError: one of the files that hold them is missing or damaged; of a part of a step, which has only those
-            of its files, without ``even_of_part`` None is returned.
+          CorruptCheckpointError: one of the files that hold them is missing or damaged.
         """
         if self.checksums is not None or self.raw.manifest is None or is_tensor_file(self.located.manifest):
             return self.checksums
-        if not even_of_part and _part(self.located, self.facts.digests) is not None:
-            return None
         return _file_checksums(self.located, with_lists(self.located, self.raw), self.facts.digests)
 
+    @property
+    def part(self) -> str:
+        """The sentence that the directory has only the part of one of several processes (``save/parts.py``), or ''."""
+        return _part(self.located, self.facts.digests)
+
     def check_not_part(self) -> None:
-        """Checks that the directory has all files, and not only the part of one of several processes, see ``save/parts.py``.
-
-        Raises:
-          CorruptCheckpointError: it is a part; the text says how to restore it.
-        """
-        _check_not_part(self.located, self.facts.digests)
-
-    @contextlib.contextmanager
-    def naming_part(self) -> Generator[None]:
-        """Adds to an error of a read that the directory has only a part of the step, if it does."""
-        try:
-            yield
-        except CorruptCheckpointError as error:
-            try:
-                self.check_not_part()
-            except CorruptCheckpointError as part:
-                raise CorruptCheckpointError(f'{without_cure_of_damage(str(error))}; {part}') from error
-            raise
+        """Raises CorruptCheckpointError if the directory has only a part of the step; the text says how to restore it."""
+        if self.part:
+            raise CorruptCheckpointError(self.part)
 
     def leaves(self) -> LeafTable:
         """The leaves; raises FormatError for a spec that is not accepted."""
@@ -255,7 +242,8 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
 
     missing = sorted(set(recorded.lists) - lists.keys())
     if missing or raw.facts is None:
-        _check_not_part(located, recorded)
+        if part := _part(located, recorded):
+            raise CorruptCheckpointError(part)
         what = f'{", ".join(map(where, missing))} is missing' if missing else f'{located.url} has no facts of t5ckpt'
         raise CorruptCheckpointError(
             f'{what}, so no checksum can be compared. {CURE_OF_DAMAGE} Checkpointer, open_checkpoint and load_t5x_checkpoint '
@@ -265,22 +253,17 @@ def _file_checksums(located: Located, raw: RawFiles, recorded: FileChecksums) ->
     return FileChecksums({name: entry for entries in loaded for name, entry in entries.items()})
 
 
-def _part(located: Located, recorded: FileChecksums) -> str | None:
-    """Whose part of a step a directory has, or None."""
+def _part(located: Located, recorded: FileChecksums) -> str:
     storage, directory = located.storage, located.directory
     if not storage.is_file_system or not storage.is_file(join(directory, COPIES)):
-        return None
-    return part_of(recorded.lists, {entry.name for entry in storage.entries(directory)})
-
-
-def _check_not_part(located: Located, recorded: FileChecksums) -> None:
-    part = _part(located, recorded)
-    if part is not None:
-        raise CorruptCheckpointError(
-            f'{located.storage.url(located.directory)} is the part of {part}: the other files are on the disks of the other '
-            'processes. Restore it in a job of as many processes with Checkpointer(local=LocalTier(...)), or read the '
-            'run to which its steps are uploaded.'
-        )
+        return ''
+    part = part_of(recorded.lists, {entry.name for entry in storage.entries(directory)})
+    if part is None:
+        return ''
+    return (
+        f'{storage.url(directory)} is the part of {part}: the other files are on the disks of the other processes. Restore it '
+        'in a job of as many processes with Checkpointer(local=LocalTier(...)), or read the run to which its steps are uploaded.'
+    )
 
 
 def leaves_of(

@@ -65,7 +65,7 @@ def check_parts(place):
         view['target/everywhere'][:8], scenarios.full('target/everywhere', (2048, 1024), 'float32', 3)[:8]
     )
     for read in (view['target/rows'].get, lambda: view['target/rows'][:], view.stats):
-        with pytest.raises(CorruptCheckpointError, match=rf'target/(rows|bfloat): .* is missing; .*{NAMES_PART}'):
+        with pytest.raises(CorruptCheckpointError, match=rf'target/(rows|bfloat): .* is missing\. .*{NAMES_PART}'):
             read()
     disk, copied = place.disks[1], place.run.parent / 'copy'
     for words in (

@@ -180,18 +180,14 @@ def parse_spec(spec: Mapping[str, Any], name: str) -> StoredArray:
 
 
 def _check_metadata(metadata: Mapping[str, Any], shape: tuple[int, ...], name: str) -> None:
-    """Checks the metadata that replaces a missing ``.zarray``; TensorStore gets only these fields."""
+    """Checks the fields that are used without the ``.zarray``; ``format/zarray.py`` checks the others where it is missing."""
     chunks, codec = metadata.get('chunks', [1] * len(shape)), metadata.get('compressor')
-    filters: Any = metadata.get('filters') or []
     if not (
         is_list_of_sizes(chunks)
         and len(chunks) == len(shape)
         and all(chunks)
         and isinstance(codec, Mapping | None)
         and all(isinstance(key, str) and isinstance(value, _PLAIN) for key, value in (codec or {}).items())
-        and isinstance(filters, (list, tuple))
-        and all(isinstance(each, Mapping) for each in filters)
-        and all(isinstance(metadata.get(key, ''), str) for key in ('dimension_separator', 'dtype', 'order'))
     ):
         raise CorruptCheckpointError(
             f'{name}: the metadata in the spec is not zarr v2 metadata for shape {shape}: {metadata!r:.200}.'

@@ -160,10 +160,14 @@ class PreparedSave:
         listed = collect(storage, context.clock)
         if context.retention is not None:
             context.retention.listed = listed
-        if in_parts and not request.overwrite and occupant_of(storage, request.step) is not None:
-            # Others do not have it: it is of a save that did not end, or of before a restore of an older step.
+        is_put_aside = not request.overwrite and (in_parts or request.is_for_others())
+        if is_put_aside and occupant_of(storage, request.step) is not None:
+            # Also of a save that did not end, or of before a restore of an older step.
             aside = rename_damaged(storage, request.step, context.clock)
-            _log.warning('t5ckpt: not all processes had step %d; it was renamed to %s', request.step, aside)
+            text = (
+                't5ckpt: local step %d, which not all processes of the job have, was renamed to %s: it is saved again'
+            )
+            _log.warning(text, request.step, storage.url(aside))
         seconds = seconds_for(self.staging.total_bytes)
         work = Transaction(
             storage,

@@ -107,7 +107,7 @@ class SaveRequest:
       names_step: whether the caller has named the step, which may differ from that of the state.
       site: the line of the caller, for warnings from the thread of the save.
       in_parts: whether each process commits what its devices hold to a storage of its own, see ``save/parts.py``.
-      frees_step: called if the step exists; renames what is there if it need not stay, and returns whether it did.
+      is_for_others: whether the step that exists is of another job, so that it is renamed, and the step is saved.
       upload_reason: called in process 0 before the commit; why the step is also uploaded, or None.
       around_commit: surrounds the commit, with the answer of ``upload_reason``; with ``in_parts`` in every process, else in
         process 0.
@@ -125,7 +125,7 @@ class SaveRequest:
     names_step: bool = False
     site: CallSite | None = None
     in_parts: bool = False
-    frees_step: Callable[[], bool] = lambda: False
+    is_for_others: Callable[[], bool] = lambda: False
     upload_reason: Callable[[], str | None] = lambda: None
     around_commit: Callable[[str | None], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -143,7 +143,7 @@ class SaveRequest:
         if retention is None or retention.is_surely_new(self.step):
             return None
         occupant = occupant_of(storage, self.step)
-        if occupant is None or self.frees_step():
+        if occupant is None or self.is_for_others():
             return None
         if not self.overwrite:
             return occupant

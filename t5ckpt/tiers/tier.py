@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from t5ckpt.catalog.listing import has_step, listing
-from t5ckpt.commit.deletion import check_deletable, delete_step, rename_damaged
+from t5ckpt.commit.deletion import check_deletable, delete_step
 from t5ckpt.commit.garbage_collection import collect
 from t5ckpt.commit.retention import Retention
 from t5ckpt.core.protocols import Clock
@@ -30,7 +30,7 @@ from t5ckpt.tiers.disk_step import identify
 from t5ckpt.tiers.local_tier import LocalTier
 from t5ckpt.tiers.restore import LocalRestore
 from t5ckpt.tiers.uploads import UPLOAD_SECONDS, Uploads
-from t5ckpt.tiers.waiting import lost_disks, remove_partial_records, replacing_steps
+from t5ckpt.tiers.waiting import remove_partial_records, replacing_steps
 
 _T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
@@ -104,28 +104,20 @@ class Tier:
         with at.failing_together(Phase.LOOK):
             directory.open(create=create or not is_alone)
             remove_partial_records(self._local)
-            known = {each.step: identify(self._local, each.step) for each in listing(self._local) if each.error is None}
-            saves = [[step, each.save, each.role, each.count] for step, each in known.items() if each is not None]
+            # A crash before the commit of a step leaves its record alone.
             records = replacing_steps(self._local)
-            lost = [step for step in records if not known.get(step) and self._local.kind(step_dir(step)) == 'dir']
-            vote = directory.id, [*records.items()], saves, lost
+            vote = directory.id, [each for each in records.items() if self._local.kind(step_dir(each[0])) == 'dir']
 
         def decide(votes: Sequence[Any]) -> tuple[str, list[Any]]:
-            ids, records, disks, damaged = zip(*votes, strict=True)
-            waiting: list[Any] = []
-            for step in sorted({step for step, _ in itertools.chain(*records)}):
-                replaces = [step, True] in itertools.chain(*records)
-                if found := [save for other, *save in itertools.chain(*disks) if other == step]:
-                    waiting.append((step, replaces, lost_disks(found)))
-                elif step in itertools.chain(*damaged):
-                    waiting.append((step, replaces, 'its manifest is damaged'))
-            return directory.agreed_id(ids), waiting
+            ids, waiting = zip(*votes, strict=True)
+            # A step replaces one of the run if any process has recorded that.
+            return directory.agreed_id(ids), [*dict(sorted(itertools.chain(*waiting))).items()]
 
         agreed, waiting = at.reduce_on_leader(Phase.LOOK, vote, decide)
         channel = self._coordinator.new_channel(UPLOAD_SECONDS)
         with at.together(Phase.COMMIT):
             directory.adopt(agreed)
-            uploads.take(channel, waiting)
+            uploads.take(channel, dict(waiting))
         uploads.start()
 
     def _is_there(self) -> bool:
@@ -167,7 +159,7 @@ class Tier:
         return dataclasses.replace(
             request,
             in_parts=self._count > 1,
-            frees_step=functools.partial(self._put_aside, request.step),
+            is_for_others=functools.partial(self._is_for_others, request.step),
             around_commit=functools.partial(self._around_commit, request.step, request.around_commit),
         )
 
@@ -181,15 +173,10 @@ class Tier:
             yield
             self._uncertain = None
 
-    def _put_aside(self, step: int) -> bool:
-        """Renames a step of a job with other processes or shardings, which is saved again; returns whether it did."""
+    def _is_for_others(self, step: int) -> bool:
+        """Whether the local step is of a job with other processes or shardings."""
         known = identify(self._local, step)
-        if known is None or (known.count == self._count and step not in self._for_others):
-            return False
-        aside = rename_damaged(self._local, step, self._clock)
-        text = 't5ckpt: local step %d of a job with other processes or shardings was renamed to %s: it is saved again'
-        _log.warning(text, step, self._local.url(aside))
-        return True
+        return known is not None and (known.count != self._count or step in self._for_others)
 
     def _uploaded(self) -> list[StepInfo]:
         # The save that asks does not wait for a storage that is away.

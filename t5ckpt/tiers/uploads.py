@@ -21,8 +21,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from t5ckpt.catalog.layouts import number_of
 from t5ckpt.catalog.listing import has_step, step_names, waiting_steps
@@ -38,9 +38,7 @@ from t5ckpt.core.thread_pool import start_thread
 from t5ckpt.distributed.processes import ServiceError, lone_process
 from t5ckpt.distributed.rounds import Channel, CoordinationRound, Decide, Phase
 from t5ckpt.errors import (
-    CheckpointNotFoundError,
     CoordinationError,
-    FormatError,
     LocalDirError,
     NotDurableError,
     NotPersistedError,
@@ -55,7 +53,7 @@ from t5ckpt.format.names import file_checksums_name, is_position, step_dir
 from t5ckpt.policies import StepInfo
 from t5ckpt.save.request import SaveRequest
 from t5ckpt.save.schedule import WatchedMetrics
-from t5ckpt.storage import is_disk_error
+from t5ckpt.storage import means_damage
 from t5ckpt.tiers.directory import LocalDirectory
 from t5ckpt.tiers.disk_step import DiskStep, save_in, save_on_disk
 from t5ckpt.tiers.local_tier import LocalTier
@@ -69,6 +67,7 @@ _WORKERS = 4
 _OVERWRITES = 'it overwrites a step that the run may have'
 UPLOAD_SECONDS = 7 * 86400.0
 """The longest upload of several processes; one that dies ends the wait of the others before."""
+_T = TypeVar('_T')
 _log = logging.getLogger('t5ckpt')
 
 
@@ -125,10 +124,6 @@ class Uploads:
         self._failed = -1
         # Of the latest attempt, until one succeeds.
         self._error: Exception | None = None
-        # The step that the disk could not read in the latest attempt, or -1.
-        self._unreadable = -1
-        # The errors of reads of the disk in the latest attempt, one of each thread: the run's storage may fail with equal ones.
-        self._read_errors: list[Exception] = []
         # The steps of the run, as its storage has last answered; None before.
         self._of_run: Collection[int] | None = None
         self.has_started = self._is_running = self._is_stopped = False
@@ -143,21 +138,18 @@ class Uploads:
     def _follows(self) -> bool:
         return self._channel.processes.index != 0
 
-    def take(self, channel: Channel, waiting: Sequence[tuple[int, bool, str]]) -> None:
+    def take(self, channel: Channel, waiting: Mapping[int, bool]) -> None:
         """Takes the channel of the uploads, and those that an earlier program did not end.
 
-        ``waiting`` has the steps that a disk has, ascending, whether each replaces one, and why it cannot be uploaded, or ''.
+        ``waiting`` has the steps that a disk has, ascending, and whether each replaces one.
         """
         self._channel = channel
-        for step in waiting_steps(self._local).difference(step for step, *_ in waiting):
+        for step in waiting_steps(self._local).difference(waiting):
             note_ended(self._local, step)
-        for step, replaces, why in waiting:
-            if why:
-                self._note_end(step, why)
-            else:
-                # The disk of this process may be new.
-                note_waiting(self._local, step, replaces=replaces)
-                self._waiting[step] = replaces
+        for step, replaces in waiting.items():
+            # The disk of this process may be new.
+            note_waiting(self._local, step, replaces=replaces)
+        self._waiting |= waiting
 
     def start(self) -> None:
         """Begins the uploads."""
@@ -345,7 +337,6 @@ class Uploads:
     def _attempt(self, at: CoordinationRound, step: int) -> Exception | None:
         """Uploads a step; returns why it has not."""
         started = time.monotonic()
-        self._read_errors.clear()
         try:
             nbytes = self._upload(at, step)
         except (CoordinationError, ProcessMissingError):
@@ -353,7 +344,6 @@ class Uploads:
         except (_NotUploadableError, _StoppedError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - repeated, and raised by wait
-            self._unreadable = step if error in self._read_errors and is_disk_error(error) else -1
             if self._error is None and not self._follows:
                 text = 't5ckpt: the upload of step %d to %s failed, and is repeated until it succeeds; saves go on: %s'
                 trace = None if isinstance(error, T5CkptError) else error
@@ -407,18 +397,19 @@ class Uploads:
     def _look(self, step: int) -> list[Any] | None:
         """Reads of which save the disk has a part: the save, the role and the number of roles."""
         self._check()
-        with self._reading(step), contextlib.suppress(CheckpointNotFoundError):
-            self._disk = DiskStep.read(self._local, step)
-            return [self._disk.identity.save, self._disk.identity.role, self._disk.identity.count]
-        return None
+        if not has_step(self._local, step):
+            return None
+        self._disk = self._read(step, functools.partial(DiskStep.read, self._local, step))
+        return [self._disk.identity.save, self._disk.identity.role, self._disk.identity.count]
 
     def _transaction(self, step: int, votes: Sequence[Any]) -> Transaction | None:
         """In process 0: that of the upload; None if the run has this save."""
         run, replaces, disk = self._run, self._waiting.get(step, False), self._disk
+        found = [*filter(None, votes)]
+        if found and (why := lost_disks(found)):
+            raise _NotUploadableError(why)
         if disk is None:
             raise _NotUploadableError(f'{self._local.url(step_dir(step))} is gone')
-        if why := lost_disks([*filter(None, votes)]):
-            raise _NotUploadableError(why)
         self._directory.share_id()
         occupant = occupant_of(run, step)
         if occupant is not None and occupant.is_t5x and save_in(run, step) == disk.identity.save:
@@ -442,13 +433,18 @@ class Uploads:
         if disk is None or disk.identity.save != save:
             return 0, []
 
-        def read(name: str) -> bytes:
-            with self._reading(disk.step):
-                return disk.read_file(name)
-
         sizes = {name: size for name, (size, _) in disk.assigned.items()}
         sizes[file_checksums_name(disk.identity.role)] = 0
-        nbytes = sum(copy_files(read, sizes, self._run, directory, _WORKERS, self._pace))
+        nbytes = sum(
+            copy_files(
+                lambda name: self._read(disk.step, functools.partial(disk.read_file, name)),
+                sizes,
+                self._run,
+                directory,
+                _WORKERS,
+                self._pace,
+            )
+        )
         return nbytes, [name for name in disk.assigned if is_position(name)]
 
     def _commit(self, work: Transaction, disk: DiskStep, positions: Sequence[str]) -> None:
@@ -460,14 +456,20 @@ class Uploads:
         except StepKeptError as error:
             raise _NotUploadableError(str(error)) from error
 
-    @contextlib.contextmanager
-    def _reading(self, step: int) -> Generator[None]:
-        """Maps the error of a file of a local step that is damaged or gone, or that the disk could not read before, either."""
+    def _read(self, step: int, read: Callable[[], _T]) -> _T:
+        """Reads files of a local step, a second time if the disk has failed: that may have been for a moment.
+
+        Raises:
+          _NotUploadableError: a file is damaged or gone, or the disk cannot read it.
+          StorageError: another error, such as too many open files, which says nothing about a file.
+        """
         try:
-            yield
-        except (FormatError, CheckpointNotFoundError, StorageError) as error:
-            if isinstance(error, StorageError) and not (is_disk_error(error) and self._unreadable == step):
-                self._read_errors.append(error)
+            with contextlib.suppress(StorageError):
+                return read()
+            time.sleep(_FIRST_PAUSE_SECONDS)
+            return read()
+        except T5CkptError as error:
+            if not means_damage(error):
                 raise
             raise _NotUploadableError(f'{self._local.url(step_dir(step))} cannot be read: {error}') from error
 
@@ -571,11 +573,12 @@ class Uploads:
                 raise
             is_there = False
         if not is_there:
-            why = 'persist did not take it.'
+            why = 'persist did not take it, or it was deleted since.'
             if is_waiting:
-                why = f'it waits for its upload: {self._obstacle()}.'
-            elif step in self._outcomes:
-                why = 'it was uploaded, and a keep policy or another program has deleted it since.'
+                why = (
+                    'it waits for its upload, which begins with the first restore or save; neither a checkpointer with '
+                )
+                why += 'read_only=True nor a forked process uploads.'
             elif not has_step(self._local, step):
                 why = 'there is no such step.'
             raise NotPersistedError(f'step {step} is not in {run.url()}: {why}')
@@ -584,12 +587,6 @@ class Uploads:
             raise NotPersistedError(
                 f'step {step} in {run.url()} is of another save than in {self._local.url()}. Save it with overwrite=True.'
             )
-
-    def _obstacle(self) -> str:
-        if self._directory.is_forked:
-            return 'the process from which this one was forked uploads it'
-        readers = 'a checkpointer with read_only=True uploads nothing'
-        return readers if self._directory.read_only else 'the upload begins with the first restore or save'
 
     def close(self) -> None:
         """Waits for the uploads, unless the run's storage fails; the next start uploads the remaining steps.

@@ -144,7 +144,7 @@ def test_a_wait_before_the_first_restore_says_that_the_step_waits(job, place):
         for process in range(2):
             text = job.run('tiers_wait_alone', process, *words)[process]
             assert 'step 1 ' in text, text
-            assert 'the upload begins with the first restore or save' in text, text
+            assert 'its upload, which begins with the first restore or save' in text, text
     assert [answer['step'] for answer in job.run('tiers_restore')] == [1] * 2
     assert job.run('tiers_wait', 1) == [None] * 2
     assert job.run('tiers_wait') == [None] * 2

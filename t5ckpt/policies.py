@@ -159,11 +159,6 @@ class KeepBest(KeepPolicy):
     period: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, str) and isinstance(self.metric, int):
-            raise ValueError(  # noqa: TRY004 - as for all options
-                f'KeepBest({shown(self.count)}, {self.metric}): the count comes first. Write KeepBest({self.metric}, '
-                f'{shown(self.count)}).'
-            )
         set_fields(self, count=integer('count', self.count, 1, 'KeepAll() keeps all.'))
         if self.period is not None:
             set_fields(self, period=integer('period', self.period, 1))

@@ -12,10 +12,10 @@ Only this module uses JAX's private interface: ``jax._src.distributed.global_sta
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +70,7 @@ class ServiceError(Exception):
         self.status = status
 
 
-class Processes(ABC):
+class Processes:
     """The processes of a job, and the key-value store of their coordination service.
 
     Every method raises TimeoutError where the service reports a passed deadline, and :class:`ServiceError` for its other
@@ -89,46 +89,31 @@ class Processes(ABC):
         """The prefix of a new channel's keys; every process takes its channels in the same order."""
         return f't5ckpt/{next(self._channels)}'
 
-    @abstractmethod
     def put(self, key: str, value: bytes, timeout_seconds: float) -> None:
         """Sets a key that must not be set yet."""
+        raise NotImplementedError
 
-    @abstractmethod
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """Waits for a key and returns its value."""
+        raise NotImplementedError
 
-    @abstractmethod
     def get_all(self, prefix: str, timeout_seconds: float) -> dict[str, bytes]:
         """Returns the values of the keys that are set below a prefix, by the last component of the key."""
+        raise NotImplementedError
 
-    @abstractmethod
     def remove(self, prefix: str, timeout_seconds: float) -> None:
         """Removes all keys below a prefix."""
+        raise NotImplementedError
 
-    @abstractmethod
     def barrier(self, name: str, timeout_seconds: float) -> None:
         """Waits until all processes have entered the barrier of this name."""
+        raise NotImplementedError
 
 
 class _One(Processes):
     """A job of one process, which needs no coordination service."""
 
     index, count = 0, 1
-
-    def put(self, key: str, value: bytes, timeout_seconds: float) -> None:
-        raise NotImplementedError
-
-    def get(self, key: str, timeout_seconds: float) -> bytes:
-        raise NotImplementedError
-
-    def get_all(self, prefix: str, timeout_seconds: float) -> dict[str, bytes]:
-        raise NotImplementedError
-
-    def remove(self, prefix: str, timeout_seconds: float) -> None:
-        raise NotImplementedError
-
-    def barrier(self, name: str, timeout_seconds: float) -> None:
-        raise NotImplementedError
 
 
 def lone_process() -> Processes:
@@ -180,21 +165,9 @@ def _call(timeout_seconds: float, function: Callable[..., Any], *arguments: Any)
         raise ServiceError(status) from error
 
 
-class _Registry:
-    """The one coordination client of this process, with the order of the channels on it."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._current: _Coordinated | None = None
-
-    def of(self, index: int, count: int, client: Any) -> Processes:
-        with self._guard:
-            if self._current is None or self._current.client is not client:
-                self._current = _Coordinated(index, count, client)
-            return self._current
-
-
-_registry = _Registry()
+_guard = threading.Lock()
+# The one client of this process, with the order of the channels on it.
+_coordinated = functools.lru_cache(maxsize=1)(_Coordinated)
 
 
 def jax_processes() -> Processes:
@@ -210,4 +183,5 @@ def jax_processes() -> Processes:
             f'JAX has {jax.process_count()} processes and no coordination service. Start them with '
             'jax.distributed.initialize.'
         )
-    return _registry.of(jax.process_index(), jax.process_count(), client)
+    with _guard:
+        return _coordinated(jax.process_index(), jax.process_count(), client)

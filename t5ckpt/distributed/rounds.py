@@ -76,12 +76,6 @@ def coordination_error(action: str, phase: str, status: Status) -> CoordinationE
     return CoordinationError(f'{action}, in {phase!r}: {what}', status.code, status.died)
 
 
-def _sent_error(error: BaseException) -> dict[str, str]:
-    """The leader's error, of JSON's types. The text of a RemoteError is its message: its type names no cause."""
-    text = str(error) if isinstance(error, RemoteError) else lines_of_error(error)
-    return {'kind': type(error).__name__, 'text': text}
-
-
 class Channel:
     """The sequence of rounds of one checkpointer."""
 
@@ -196,7 +190,7 @@ class CoordinationRound:
         except BaseException as error:
             # Raises the exception of the leader, even if the others cannot be reached.
             with contextlib.suppress(T5CkptError):
-                self._send_decision(prefix, phase, {'error': _sent_error(error)})
+                self._send_decision(prefix, phase, self._failure(phase, error))
             raise
         self._send_decision(prefix, phase, {'value': value})
         return value
@@ -240,6 +234,16 @@ class CoordinationRound:
             more = f' and {len(failed) - 4} more' if len(failed) > 4 else ''
             raise RemoteError(f'{self._action} failed in {phase.value!r}: {shown}{more}', tuple(failed))
 
+    def _failure(self, phase: Phase, error: BaseException) -> dict[str, Any]:
+        """The error of the leader, as the other processes raise it, of JSON's types."""
+        if isinstance(error, RemoteError):
+            # A vote failed: the text names the process.
+            return {'error': str(error), 'processes': error.processes}
+        return {
+            'error': f'{self._action} failed in {phase.value!r}: process 0: {lines_of_error(error)}',
+            'processes': [0],
+        }
+
     def _send_decision(self, prefix: str, phase: Phase, decision: dict[str, Any]) -> None:
         with self._mapped(phase.value, (0,)):
             self.processes.put(f'{prefix}/decision', json.dumps(decision).encode(), self._timeout)
@@ -248,11 +252,7 @@ class CoordinationRound:
         with self._mapped(phase.value, (0,)):
             decision = json.loads(self.processes.get(f'{prefix}/decision', self._timeout))
         if 'error' in decision:
-            kind, text = decision['error']['kind'], decision['error']['text']
-            if kind == RemoteError.__name__:
-                # A vote failed: the text names the process.
-                raise RemoteError(text)
-            raise RemoteError(f'{self._action} failed in {phase.value!r}: process 0: {text}', (0,))
+            raise RemoteError(decision['error'], tuple(decision['processes']))
         return decision['value']
 
     @contextlib.contextmanager

@@ -52,10 +52,6 @@ def best_step_of(
       ValueError: the policies name no metric, or more than one; or no step has this one.
     """
     check_kind('metric', metric, str, "'eval/accuracy'")
-    if metric in MODES and mode not in (*MODES, None):
-        raise ValueError(
-            f'best_step({metric!r}, {mode!r}): the metric comes first. Pass best_step({mode!r}, {metric!r}).'
-        )
     if mode is not None:
         check_word('mode', mode, MODES)
     pairs = candidates(monitored, metric, mode)

@@ -118,15 +118,12 @@ class WatchedMetrics:
         self._calls += 1
         if not self._awaited or (not given and self._calls <= self._patience):
             return
-        event, effect, calls = f'maybe_save was called at step {step}', 'save', 'calls'
-        if self._option == 'persist':
-            event, effect, calls = f'step {step} is saved', 'upload a step', 'saves'
         names = ', '.join(map(repr, sorted(self._awaited)))
-        shown = ', '.join(map(str, given)) or f'none in the first {self._patience} {calls}'
+        shown = ', '.join(map(str, given)) or f'none in the first {self._patience} steps'
         text = (
-            f'{event} without the metric {names}, which {self._option}={self._policy} needs; the metrics given were: {shown}. '
-            f'Until this metric is passed in metrics=, the policy does not {effect} because of it. Pass it, or use one of the '
-            'given metrics in the policy.'
+            f'step {step} comes without the metric {names}, which {self._option}={self._policy} needs; the metrics given were: '
+            f'{shown}. Until this metric is passed in metrics=, the policy takes no step because of it. Pass it, or use one of '
+            'the given metrics in the policy.'
         )
         notices.warn((self._option, names), MissingMetricWarning(text))
 

@@ -386,7 +386,7 @@ def test_preemption_without_a_notice_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('metrics', 'saves', 'given'), [({'loss': 0.5}, 2, 'loss'), (None, 11, 'none in the first 10 saves')]
+    ('metrics', 'saves', 'given'), [({'loss': 0.5}, 2, 'loss'), (None, 11, 'none in the first 10 steps')]
 )
 def test_a_metric_that_the_persist_policy_needs_and_no_save_has_is_warned_of_once(
     tmp_path, caught, metrics, saves, given
@@ -399,7 +399,7 @@ def test_a_metric_that_the_persist_policy_needs_and_no_save_has_is_warned_of_onc
         ck.save(STATE, step=saves, metrics=metrics)
     (warning,) = caught
     assert warning.category is t5ckpt.errors.MissingMetricWarning
-    assert "is saved without the metric 'acc', which persist=" in str(warning.message)
+    assert "comes without the metric 'acc', which persist=" in str(warning.message)
     assert f'the metrics given were: {given}. ' in str(warning.message)
     assert warning.filename == __file__
 

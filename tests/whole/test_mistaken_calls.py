@@ -119,7 +119,7 @@ def test_gin_configures_the_real_parameters(tmp_path):
     ('call', 'text'),
     [
         (lambda run: KeepLatest(0), r'count must be an integer of at least 1, got 0. KeepAll\(\)'),
-        (lambda run: KeepBest('acc', 2), r"the count comes first. Write KeepBest\(2, 'acc'\)"),
+        (lambda run: KeepBest('acc', 2), "count must be an integer of at least 1, got 'acc'"),
         (lambda run: KeepBest(2, 'acc', 'mxa'), "mode must be one of 'max', 'min', got 'mxa'. Did you mean 'max'"),
         (lambda run: KeepBest(2, 'acc', period=0), 'period must be'),
         (lambda run: KeepEvery(0), 'steps must be'),

@@ -3,8 +3,8 @@
     python benchmarks/conversion.py                          4 GB, with mT5's vocabulary: an embedding of 1 GB, twice
     python benchmarks/conversion.py --gigabytes 0.2          a small one, which only shows that everything works
 
-Writes a TensorFlow checkpoint of that size (without TensorFlow), converts it, copies the result cast to bfloat16, and averages
-it with itself; each in a process of its own. Reported is the peak of that process's resident memory above what it had once the
+Writes a TensorFlow checkpoint of that size (without TensorFlow), converts it, copies the result cast to bfloat16, and
+links it; each in a process of its own. Reported is the peak of that process's resident memory above what it had once the
 converter was imported. Wants four times the size on the disk of --directory. The page cache is warm: the file was just written.
 """
 
@@ -131,8 +131,6 @@ def measured(case: str, folder: pathlib.Path) -> dict[str, float]:
             convert('tf', folder / 'tf', folder / 'run')
         case 'cast':
             rewrite(folder / 'run', folder / 'cast', ConvertOptions(save_dtype='bfloat16'))
-        case 'average':
-            rewrite([folder / 'run', folder / 'run'], folder / 'average')
         case 'link':
             rewrite(folder / 'run', folder / 'link')
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -158,7 +156,7 @@ def main() -> None:
         (folder / 'tf').mkdir()
         nbytes = write_bundle(folder / 'tf' / f'model.ckpt-{_STEP}', shapes_of(words.gigabytes))
         print(f'{nbytes / 10**9:.2f} GB of float32')
-        for case in ('tf', 'link', 'cast', 'average'):
+        for case in ('tf', 'link', 'cast'):
             command = [sys.executable, __file__, '--case', case, '--directory', str(folder)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             answer = json.loads(done.stdout)

@@ -93,15 +93,10 @@ def _emit(report: ConvertReport, *, dry_run: bool) -> None:
         multiple=True,
         nargs=2,
     ),
-    option('--ema', 'Moving averages that replace the parameters, such as opt_state/ema.', metavar='SCOPE'),
-    option(
-        '--average', 'Average the parameters with those of OTHER; may be repeated.', CHECKPOINT, 'OTHER', multiple=True
-    ),
-    option('--parameters', 'Parameters for --ema and --average; default: target/.* and params/.*', metavar='REGEX'),
     FOLLOW_LINKS,
     *_SHARED,
 )
-def cp(source: str, target: str, average: Sequence[str], **given: Any) -> None:
+def cp(source: str, target: str, **given: Any) -> None:
     """Copies the checkpoint at SOURCE into the run at TARGET, as it is or with changes.
 
     Both may be on any storage: a path, gs://bucket/run, s3://bucket/run, az://container/run. Each file is compared with its
@@ -113,11 +108,11 @@ def cp(source: str, target: str, average: Sequence[str], **given: Any) -> None:
       t5ckpt cp run gs://bucket/run
       t5ckpt cp s3://bucket/run/checkpoint_1000 /data/run
       t5ckpt cp run weights --leave OPTIMIZER --save-dtype bfloat16
-      t5ckpt cp run/checkpoint_3000 mean --average run/checkpoint_2000
+      t5ckpt cp run t5x --rename 'params/(.*)' 'target/\1'
       for step in 100 200; do t5ckpt cp run@$step gs://bucket/run; done
     """
     options = _options(given)
-    _emit(copy_checkpoint([*average, source], target, options), dry_run=options.dry_run)
+    _emit(copy_checkpoint(source, target, options), dry_run=options.dry_run)
 
 
 @verb(

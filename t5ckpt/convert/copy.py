@@ -1,4 +1,4 @@
-"""Copies checkpoints between any two storages, as they are or changed: leaves are left out, cast, renamed or averaged.
+"""Copies checkpoints between any two storages, as they are or changed: leaves are left out, cast or renamed.
 
 One pass in bounded memory. The chunk files of unchanged arrays are taken over byte for byte, once they match their checksums;
 they are hard-linked if source and copy are on one file system (``save/linked_arrays.py``). The manifest is that of a new save.
@@ -7,10 +7,8 @@ Sources may be in the format of T5X, Orbax or Flax; the copy is in T5X's.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,117 +17,94 @@ from t5ckpt.convert.options import COPY, ConvertOptions, ConvertReport, check_op
 from t5ckpt.convert.source import Source, carried_facts, write_source
 from t5ckpt.core.call_site import warn_caller
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import PARAMETER_ROOTS, Path, leaf_name, path_of
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.text import lines, listed
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    LeafProblem,
-    MissingLeaves,
     NoEffectWarning,
     TreeMismatchError,
-    mismatch_error,
-    near_names,
 )
 from t5ckpt.format.array_spec import StoredArray
-from t5ckpt.format.dtypes import kind
 from t5ckpt.format.file_checksums import FileChecksums, entry_of
 from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX, foreign_keys, is_position, removal_marks, without_generation
-from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
 from t5ckpt.planning.leaf_choice import LeafPatterns
 from t5ckpt.reading.array_reader import ArrayReader
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
 from t5ckpt.save.linked_arrays import linked_leaves, verified_reader
-from t5ckpt.storage import PathOrStorage, Storage
+from t5ckpt.storage import PathOrStorage
 from t5ckpt.tree.leaf_table import Empty, LeafTable
-
-_PARAMETERS = f'({"|".join(PARAMETER_ROOTS)})(/.*)?'
-_UNLIKE = (
-    'All checkpoints of an average need the same parameters. To average only some of the leaves, pass parameters=.'
-)
 
 
 def copy_checkpoint(
-    source: PathOrStorage | Sequence[PathOrStorage],
+    source: PathOrStorage,
     target: PathOrStorage,
     options: ConvertOptions = ConvertOptions(),  # noqa: B008 - frozen
 ) -> ConvertReport:
-    """Copies a checkpoint to another run, on any storage, with the changes of the options; or writes the average of several.
+    """Copies a checkpoint to another run, on any storage, with the changes of the options.
 
     Without changes, all chunk files of the copy have the bytes of the source; pins and files of other programs are not copied.
-    The changes are applied in this order: ``ema``, ``take`` and ``leave``, ``rename``, ``save_dtype``.
+    The changes are applied in this order: ``take`` and ``leave``, ``rename``, ``save_dtype``.
 
     Args:
-      source: a checkpoint, or several, whose floating parameters (``options.parameters``) are averaged in float64; all other
-        leaves come from the last one. Each is a run's directory (its latest step), a step's, or a manifest file; or a Storage
-        with one of the first two as its root.
-      target: the directory of the run to write to; the copy is ``checkpoint_<step>`` in it, with the step of the last source.
+      source: a run's directory (its latest step), a step's, or a manifest file; or a Storage with one of the first two as its
+        root.
+      target: the directory of the run to write to; the copy is ``checkpoint_<step>`` in it, with the step of the source.
       options: see :class:`ConvertOptions`.
 
     Returns:
       The report, with ``mapped`` from old to new names.
 
     Raises:
-      CheckpointNotFoundError: a source does not exist.
+      CheckpointNotFoundError: the source does not exist.
       CheckpointExistsError: the step exists, or another process replaces or deletes it.
       CorruptCheckpointError: a file is missing or differs from its checksum. Nothing became visible.
       UnsafeSpecError: a symbolic link leads out of the checkpoint.
       UnmatchedPattern: a pattern or the cast matches no leaf.
-      TreeMismatchError: two leaves would get the same name, or the checkpoints to average differ.
-      MissingLeaves: a parameter has no moving average.
-      ValueError: ``parameters`` without ``ema`` and with one source.
+      TreeMismatchError: two leaves would get the same name.
       StorageError: one of the storages failed. Nothing became visible.
     """
     check_options(options, COPY)
-    several = [source] if isinstance(source, (str, bytes, os.PathLike, Storage)) else list(source)
-    if not several:
-        raise ValueError('no checkpoint to copy: pass at least one.')
-    if options.parameters is not None and options.ema is None and len(several) == 1:
-        raise ValueError(
-            f'parameters={options.parameters!r} has no effect: it selects leaves to average or to replace by moving averages. '
-            'Pass several checkpoints or ema=, or leave it out. For a cast, pass cast_leaves=.'
-        )
-    contents = [read_contents(with_links(locate(each), options.follow_links)) for each in several]
-    last = contents[-1]
-    readers, are_trusted = zip(*(_opened(each, options) for each in contents), strict=True)
-    if options.trust_files and not any(are_trusted):
-        warn_caller(NoEffectWarning('trust_files has no effect: no list of checksums is lost. Leave it out.'))
-    leaves = _with_changed_parameters(contents, readers, options)
-    files = readers[-1].files
-    positions = _iterator_files(last, files)
+    contents = read_contents(with_links(locate(source), options.follow_links))
+    reader = _opened(contents, options)
+    leaves, files = linked_leaves(contents, reader), reader.files
+    positions = _iterator_files(contents, files)
     names = [*map(leaf_name, leaves), *positions]
     taken = options.taken(names)
     kept = {path: leaf for path, leaf in leaves.items() if leaf_name(path) in taken}
     if len(kept) < len(leaves) and all(isinstance(leaf, Empty) for leaf in kept.values()):
         raise TreeMismatchError('the copy would have no leaves. Leave out fewer of them.')
     new_paths = _renamed(kept, options.rename)
-    in_manifest = last.manifest.leaves
+    in_manifest = contents.manifest.leaves
     found = Source(
         {new_paths[path]: leaf for path, leaf in kept.items()},
-        last.located.step,
-        last.located.url,
+        contents.located.step,
+        contents.located.url,
         {leaf_name(path): leaf_name(new) for path, new in new_paths.items()},
         dropped=tuple(name for name in names if name not in taken),
-        left_out=_left_out(last, files),
+        left_out=_left_out(contents, files),
         files=_read_positions(files, {name: file for name, file in positions.items() if name in taken}),
-        facts=carried_facts(last.facts),
+        facts=carried_facts(contents.facts),
         # In Flax's manifests, all leaves are inline.
         inline={new_paths[path]: isinstance(in_manifest.get(path), np.ndarray) for path in kept}
-        if last.manifest.version
+        if contents.manifest.version
         else None,
     )
     return write_source(found, target, options)
 
 
-def _opened(contents: Contents, options: ConvertOptions) -> tuple[ArrayReader, bool]:
-    """A source, and whether its files are trusted, since a list of checksums is lost."""
+def _opened(contents: Contents, options: ConvertOptions) -> ArrayReader:
+    """The source, which is trusted with ``trust_files`` if a list of checksums is lost."""
     try:
-        return verified_reader(contents), False
+        reader = verified_reader(contents)
     except CorruptCheckpointError:
         if not options.trust_files:
             raise
-        return verified_reader(contents, trusts_files=True), True
+        return verified_reader(contents, trusts_files=True)
+    if options.trust_files:
+        warn_caller(NoEffectWarning('trust_files has no effect: no list of checksums is lost. Leave it out.'))
+    return reader
 
 
 def _left_out(contents: Contents, files: CheckpointFiles) -> tuple[str, ...]:
@@ -171,99 +146,6 @@ def _read_positions(source: CheckpointFiles, files: Mapping[str, str]) -> dict[s
             raise CorruptCheckpointError(f'{where} is missing. {cure}') from error
         (source.checksums or FileChecksums()).check(file, entry_of(read[name]), where, cure)
     return read
-
-
-# --- averages ----------------------------------------------------------------------------------------------------------
-
-
-def _with_changed_parameters(
-    contents: Sequence[Contents], readers: Sequence[ArrayReader], options: ConvertOptions
-) -> LeafTable:
-    """The leaves of the last source; with several, or with ``ema``, its parameters are replaced by averages."""
-    tables = [linked_leaves(each, reader) for each, reader in zip(contents, readers, strict=True)]
-    leaves = tables[-1]
-    if len(tables) == 1 and options.ema is None:
-        return leaves
-    parameters = LeafPatterns(_PARAMETERS if options.parameters is None else options.parameters, 'parameters')
-    parameters.check(map(leaf_name, _floating(leaves)))
-    if len(tables) > 1:
-        leaves = _averaged(contents, tables, parameters)
-    return leaves if options.ema is None else _with_ema(leaves, options.ema, parameters)
-
-
-def _averaged(contents: Sequence[Contents], tables: Sequence[LeafTable], parameters: LeafPatterns) -> LeafTable:
-    last = tables[-1]
-    problems: list[LeafProblem] = []
-    for each, leaves in zip(contents[:-1], tables[:-1], strict=True):
-        problems += _differences(leaves, last, each.located.url, parameters)
-    if problems:
-        where = f'{contents[0].located.url} and others, to be averaged as {contents[-1].located.url},'
-        raise mismatch_error(problems, where, dict.fromkeys({problem.kind for problem in problems}, _UNLIKE))
-    return last | {path: _mean([leaves[path] for leaves in tables]) for path in _parameters(last, parameters)}
-
-
-def _floating(leaves: LeafTable) -> LeafTable:
-    return {
-        path: leaf
-        for path, leaf in leaves.items()
-        if isinstance(getattr(leaf, 'dtype', None), np.dtype) and kind(leaf.dtype) == 'float'
-    }
-
-
-def _parameters(leaves: LeafTable, parameters: LeafPatterns) -> LeafTable:
-    """The floating leaves that are averaged, or replaced by their moving averages."""
-    return {path: leaf for path, leaf in _floating(leaves).items() if parameters.covers(leaf_name(path))}
-
-
-def _differences(leaves: LeafTable, last: LeafTable, where: str, parameters: LeafPatterns) -> list[LeafProblem]:
-    """The differences between the parameters of two checkpoints to average."""
-    found, expected = _parameters(leaves, parameters), _parameters(last, parameters)
-    problems: list[LeafProblem] = []
-    for path in sorted(found.keys() | expected.keys()):
-        one, other = found.get(path), expected.get(path)
-        texts = ['' if leaf is None else f'{leaf.dtype.name} {tuple(leaf.shape)}' for leaf in (one, other)]
-        if texts[0] == texts[1]:
-            continue
-        if one is None or other is None:
-            cause = 'missing' if one is None else 'unexpected'
-        else:
-            cause = 'dtype' if one.shape == other.shape else 'shape'
-        problems.append(LeafProblem(leaf_name(path), cause, texts[0], texts[1], f'({where})'))
-    return problems
-
-
-def _mean(leaves: Sequence[Any]) -> LazyArray:
-    """The mean of several leaves as a lazy array."""
-    dtype = np.dtype(leaves[0].dtype)
-
-    def read(index: Any = ...) -> np.ndarray:
-        total = sum(np.asarray(leaf[index], np.float64) for leaf in leaves)
-        return np.asarray(total / len(leaves)).astype(dtype)
-
-    return LazyThreadPoolArray(leaves[0].shape, dtype, read, read)
-
-
-def _with_ema(leaves: LeafTable, scope: str, parameters: LeafPatterns) -> LeafTable:
-    """Replaces the parameters by their moving averages, and removes the moving averages from their old location."""
-    pattern = scope if '{}' in scope else f'{scope.rstrip("/")}/{{}}'
-    names = list(map(leaf_name, leaves))
-    sources: dict[Path, Path] = {}
-    missing: list[str] = []
-    for path, leaf in _parameters(leaves, parameters).items():
-        name = pattern.replace('{}', leaf_name(path[1:]))
-        source, shape = path_of(name), tuple(leaf.shape)
-        source_shape = tuple(leaves[source].shape) if source in leaves else None
-        if source_shape == shape:
-            sources[path] = source
-        else:
-            near = ', '.join(near_names(name, names)) if len(missing) < 3 else ''
-            cause = 'does not exist' if source_shape is None else f'has the shape {source_shape}, not {shape}'
-            missing.append(f'{leaf_name(path)}: {name} {cause}. {f"Near: {near}." if near else ""}'.rstrip())
-    if missing:
-        head = f'parameters without a moving average at {pattern!r}:'
-        raise MissingLeaves(lines(head, *listed(missing)))
-    averages = set(sources.values())
-    return {path: leaves[sources.get(path, path)] for path in leaves if path not in averages}
 
 
 # --- names -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import short_repr
 from t5ckpt.format.codecs import CODECS
 from t5ckpt.planning.casts import Cast
-from t5ckpt.planning.leaf_choice import LeafPatterns, TakenLeaves
+from t5ckpt.planning.leaf_choice import TakenLeaves
 from t5ckpt.save.request import STREAM_BYTES
 from t5ckpt.translate import CheckpointTranslator
 from t5ckpt.tree.train_state import MAX_STEP
@@ -30,7 +30,7 @@ TAKES: Mapping[str, frozenset[str]] = {
     'to-hf': frozenset({'concurrent_gb', 'config', 'max_shard_bytes'}),
     'to-safetensors': _NAMED | {'concurrent_gb'},
     'to-seqax': _NAMED | {'like'},
-    COPY: _STREAM | _NAMED | {'rename', 'ema', 'parameters', 'follow_links', 'trust_files'},
+    COPY: _STREAM | _NAMED | {'rename', 'follow_links', 'trust_files'},
 }
 """The options that have an effect for a format. All take ``step``, ``save_dtype``, ``overwrite``, ``dry_run``, ``progress``."""
 FORMATS = tuple(TAKES.keys() - {COPY})
@@ -54,11 +54,8 @@ class ConvertOptions(TakenLeaves):
       dry_run: writes nothing; the report describes the conversion.
       progress: called with (bytes done, bytes in all).
       rename: (pattern, replacement) pairs; in a copy, the first pattern that matches a leaf's name determines its new name, with
-        ``\1`` for groups.
-      ema: the location of moving averages of the parameters, which replace them in a copy: a scope, ``'opt_state/0/ema'``, or a
-        name in which ``{}`` stands for the parameter's name without its first key, ``'state/param_states/{}/ema'``.
-      parameters: patterns for the leaves that are averaged, or replaced by their moving averages; None stands for the leaves
-        under ``target`` and ``params``.
+        ``\1`` for groups. With ``take=r'opt_state/0/ema/.*'``, ``rename=[(r'opt_state/0/ema/(.*)', r'params/\1')]`` makes moving
+        averages the parameters.
       follow_links: follows symbolic links out of a checkpoint to copy, and copies their targets.
       trust_files: copies also a checkpoint with a lost or damaged list of checksums. Then only the checksum of the manifest is
         compared, the values may be wrong, and the copy has new checksums.
@@ -83,8 +80,6 @@ class ConvertOptions(TakenLeaves):
     dry_run: bool = False
     progress: Progress | None = None
     rename: Sequence[tuple[str | re.Pattern[str], str]] = ()
-    ema: str | None = None
-    parameters: Patterns | None = None
     follow_links: bool = False
     trust_files: bool = False
     translator: CheckpointTranslator | None = None
@@ -103,7 +98,6 @@ class ConvertOptions(TakenLeaves):
         if step is not None and step >= MAX_STEP:
             raise ValueError(f'step must be below 10^18, got {step}.')
         _ = self.budget_bytes
-        LeafPatterns(self.parameters, 'parameters')
         for pattern, new in self.rename:
             try:
                 leaf_pattern(pattern, 'rename').sub(new, '')

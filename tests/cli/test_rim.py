@@ -141,7 +141,7 @@ EXIT_CODES = [
     (Exit.NO, 'show RUN --grep nothing'),
     (Exit.NO, 'convert to-safetensors RUN OUT --take nothing'),
     (Exit.NO, 'cp RUN OUT --leave nothing'),
-    (Exit.NO, 'cp RUN OUT --ema nothing'),
+    (Exit.NO, 'cp RUN OUT --take nothing'),
     (Exit.NO, 'cp RUN RUN'),
     (Exit.NO, 'cp RUN RUN --compression zstd'),
     (Exit.NO, 'diff RUN@100 RUN@200'),

@@ -658,13 +658,6 @@ _OF_S3 = [
     ('profile', {'profile': 'p', 'anonymous': True}),
 ]
 FUNCTIONS: list[Case] = [
-    (
-        'ConvertOptions',
-        'ema',
-        errors.MissingLeaves,
-        'ema/dense/kernel does not exist',
-        lambda s, _: written(s, ema='ema', parameters='model/.*'),
-    ),
     ('ConvertOptions', 'leave', errors.UnmatchedPattern, 'modell', lambda s, _: written(s, leave=('modell/.*',))),
     (
         'ConvertOptions',
@@ -679,13 +672,6 @@ FUNCTIONS: list[Case] = [
         errors.UnmatchedPattern,
         'modell',
         lambda s, _: written(s, rename=(('modell/.*', 'a'),)),
-    ),
-    (
-        'ConvertOptions',
-        'parameters',
-        ValueError,
-        'parameters=.* has no effect',
-        lambda s, _: written(s, parameters='model/.*'),
     ),
     (
         'CheckpointTranslator.apply',
@@ -1283,9 +1269,6 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('cp', '--follow-links', 0, 'warning: follow_links has no effect', 'cp {memory} {out} --follow-links'),
     ('cp', '--rename', 1, 'modell', 'cp {run} {out} --rename modell model'),
     ('cp', '--trust-files', 0, 'warning: trust_files has no effect', 'cp {run} {out} --trust-files'),
-    ('cp', '--ema', 1, 'parameters=', 'cp {run} {out} --ema ema'),
-    ('cp', '--average', 1, 'parameters=', 'cp {run} {out} --average {run}'),
-    ('cp', '--parameters', 2, 'has no effect', 'cp {run} {out} --parameters model/.*'),
     *(
         (verb, '--follow-links', 0, 'warning: follow_links has no effect', f'{verb} {{memory}} {more}--follow-links')
         for verb, more in (('cat', 'model/ids '), ('diff', '{memory} '), ('show', ''), ('stats', ''))

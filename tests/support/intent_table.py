@@ -130,8 +130,6 @@ save_dtype cast_leaves | error | meant for no floating leaf; without a dtype
 compression concurrent_gb max_shard_bytes scanned split_heads translator like | error | with a format that it is not for
 config | error | it does not fit the weights
 take leave rename | error | a pattern matches nothing
-ema | error | no leaf is found under it
-parameters | error | nothing is averaged or replaced, or it matches nothing
 trust_files | warning | no list of checksums is lost
 follow_links | warning | the source is not on a local file system
 """,
@@ -316,7 +314,7 @@ kind | error | unknown
 """,
     'cp': """
 --follow-links | warning | not on a local file system
---rename --ema --average --parameters | error | matches nothing; nothing is averaged
+--rename | error | matches nothing
 --trust-files | warning | no list of checksums is lost
 """,
     'diff': """

@@ -25,7 +25,6 @@ from t5ckpt.commit.holds import hold
 from t5ckpt.convert.tf import TfCheckpoint, tf_leaves
 from t5ckpt.errors import (
     CheckpointNotFoundError,
-    MissingLeaves,
     StepKeptError,
     StorageError,
     UnmatchedPattern,
@@ -250,22 +249,6 @@ def test_restore_dtype_may_be_set_later_as_in_t5x(run):
     assert checkpointer.restore()['model']['dense']['kernel'].dtype == BF16
     checkpointer.restore_dtype = None
     assert checkpointer.restore()['model']['dense']['kernel'].dtype == np.float32
-
-
-def test_an_average_of_nothing_and_moving_averages_of_nothing_are_errors(run, tmp_path):
-    steps = [run / 'checkpoint_1', run / 'checkpoint_2']
-    with pytest.raises(UnmatchedPattern, match=r'parameters=.*matches no leaf, such as optimizer/mu, model/'):
-        t5ckpt.copy_checkpoint(steps, tmp_path / 'mean')
-    t5ckpt.copy_checkpoint(steps, tmp_path / 'mean', ConvertOptions(parameters='model/.*'))
-    mean = t5ckpt.load_t5x_checkpoint(tmp_path / 'mean')
-    np.testing.assert_array_equal(mean['model']['dense']['kernel'], KERNEL * 1.5)
-    with pytest.raises(UnmatchedPattern, match='parameters='):
-        t5ckpt.copy_checkpoint(run, tmp_path / 'ema', ConvertOptions(ema='optimizer'))
-    with pytest.raises(ValueError, match=r"parameters='model/\.\*' has no effect"):
-        t5ckpt.copy_checkpoint(run, tmp_path / 'ema', ConvertOptions(parameters='model/.*'))
-    rule = ConvertOptions(ema='optimizer/mu{}'.replace('{}', ''), parameters='model/dense/kernel')
-    with pytest.raises(MissingLeaves, match='optimizer/mu/dense/kernel'):
-        t5ckpt.copy_checkpoint(run, tmp_path / 'ema', rule)
 
 
 def without_optimizer(convert):

@@ -50,8 +50,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 
 from t5ckpt.core.text import counted, lines, listed, numbered, printable
 
@@ -360,7 +359,6 @@ _CLASSES: dict[str, type[TreeMismatchError]] = {
 def mismatch_error(
     problems: Sequence[LeafProblem],
     where: str,
-    cures: Mapping[str, str] = MappingProxyType({}),
     rename: Sequence[tuple[str, str | None]] = (),
     remaining: int = 0,
 ) -> TreeMismatchError:
@@ -369,7 +367,6 @@ def mismatch_error(
     Args:
       problems: the differences, at least one.
       where: the checkpoint, for the first line.
-      cures: by kind, instead of those of a restore.
       rename: rules of ``rename=`` for changed names, if there are any.
       remaining: the number of differences that remain with these rules.
 
@@ -381,7 +378,6 @@ def mismatch_error(
     cls = classes.pop() if len(classes) == 1 else TreeMismatchError
     shown = [f'{where} does not fit the template in {counted(len(problems), "place")}:']
     shown += listed(problems, ', all of them in .problems')
-    cures = _CURES | dict(cures)
     if rename:
         changed = (
             f'If names have changed, too ({counted(remaining, "place")} will remain)'
@@ -389,7 +385,7 @@ def mismatch_error(
             else 'If only names have changed'
         )
         shown.append(f"{changed}, map them, the template's name first: rename={[*rename]!r}")
-    shown += dict.fromkeys(cures[kind] for kind in kinds)
+    shown += dict.fromkeys(_CURES[kind] for kind in kinds)
     if kinds != ['sharding']:
         shown.append('docs/changed-models.md has examples.')
     return cls(lines(*shown), problems, rename)

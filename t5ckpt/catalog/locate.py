@@ -36,7 +36,7 @@ from t5ckpt.storage import AbsentStorage, PathOrStorage, Storage, open_storage, 
 _log = logging.getLogger('t5ckpt')
 
 # The structure that pytree_serialization of JAX writes beside its arrays.
-JAX_TREE = 'pytreedef.json'
+_JAX_TREE = 'pytreedef.json'
 _READ = (
     'restore(path=...) and open_checkpoint read it, t5ckpt show lists it, t5ckpt convert {} makes a checkpoint of it'
 )
@@ -66,7 +66,7 @@ _FOREIGN = (
         'a save of elements.Checkpoint (DreamerV3)',
         'its states are pickles and are not read. Load them with elements',
     ),
-    (JAX_TREE, "a file of JAX's pytree_serialization", 't5ckpt convert jax converts its directory'),
+    (_JAX_TREE, "a file of JAX's pytree_serialization", f'load its directory with JAX{_AS_INIT}'),
     (r'\.zarray|zarr\.json', 'one array of zarr, or an empty group', 'the directory above an array opens as a tree'),
     (r'.*\.safetensors\.index\..*json', 'a safetensors file', _READ.format('safetensors')),
     (
@@ -443,7 +443,7 @@ def no_checkpoint(storage: Storage, *notes: str) -> T5CkptError:
     # The directory above needs the options of a bucket, which a storage does not tell.
     around = checkpoint_around(storage) if storage.is_file_system else None
     # JAX's arrays have no names without the file of the tree.
-    below = [] if JAX_TREE in names else openable_below(storage)
+    below = [] if _JAX_TREE in names else openable_below(storage)
     foreign = [f'{storage.url(key)} is {what}.' for key, what in foreign_in(storage)[:1]]
     if below:
         cure = f'Give the path of one: {storage.url(below[0])}'
@@ -490,7 +490,7 @@ def openable_below(storage: Storage, without: Collection[str] = (), directory: s
         with contextlib.suppress(T5CkptError):
             if not entry.is_dir:
                 found += [key] if SHARD.fullmatch(key) is None and is_state_file(storage, key) else []
-            elif is_checkpoint(storage, key) or storage.is_file(join(key, JAX_TREE)):
+            elif is_checkpoint(storage, key):
                 found.append(key)
             elif not directory:
                 below = openable_below(storage, (), key)[:1]

@@ -131,7 +131,7 @@ def cp(source: str, target: str, **given: Any) -> None:
 def convert(kind: str, source: str, target: str, rules: str | None, **given: Any) -> None:
     """Converts a checkpoint of another format to T5X's, or back.
 
-    FORMAT is tf, orbax, flax, jax, seqax, zarr, safetensors or hf (a T5 of Hugging Face): SRC is in this format, and DST is
+    FORMAT is tf, orbax, flax, seqax, zarr, safetensors or hf (a T5 of Hugging Face): SRC is in this format, and DST is
     the run that gets the step. The structure is taken from SRC, so no model is needed.
 
     With to-orbax, to-seqax, to-safetensors or to-hf, SRC is a checkpoint in T5X's format, and DST the output: the directory of

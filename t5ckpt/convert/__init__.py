@@ -29,7 +29,7 @@ def convert_checkpoint(
     """Converts a checkpoint of another format to T5X's, as ``checkpoint_<step>`` in a run's directory, or back.
 
     Args:
-      kind: 'tf', 'orbax', 'flax', 'jax', 'seqax', 'zarr', 'safetensors' or 'hf' (a T5 of transformers), to read the format; or
+      kind: 'tf', 'orbax', 'flax', 'seqax', 'zarr', 'safetensors' or 'hf' (a T5 of transformers), to read the format; or
         'to-orbax', 'to-seqax', 'to-safetensors' or 'to-hf', to write it.
       source: the checkpoint, as a path; see ``convert/tf`` and ``convert/trees.open_tree`` for what each format reads. With
         'to-...': a run's directory, a step's directory, or a file that t5ckpt reads.

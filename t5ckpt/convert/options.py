@@ -24,7 +24,7 @@ _NAMED = frozenset({'cast_leaves', 'take', 'leave'})
 COPY = 'a copy'
 TAKES: Mapping[str, frozenset[str]] = {
     'tf': _STREAM | _NAMED | {'translator'},
-    **dict.fromkeys(('orbax', 'flax', 'jax', 'seqax', 'zarr', 'safetensors'), _STREAM | _NAMED),
+    **dict.fromkeys(('orbax', 'flax', 'seqax', 'zarr', 'safetensors'), _STREAM | _NAMED),
     'hf': _STREAM | {'config', 'scanned', 'split_heads'},
     'to-orbax': _NAMED | {'concurrent_gb'},
     'to-hf': frozenset({'concurrent_gb', 'config', 'max_shard_bytes'}),

@@ -1,6 +1,6 @@
-"""Reads checkpoints for a conversion: Orbax, Flax, jax.experimental's array serialization, seqax, zarr, safetensors.
+"""Reads checkpoints for a conversion: Orbax, Flax, seqax, zarr, safetensors.
 
-The leaves keep their names; ``copy.py`` renames. Arrays of Orbax and JAX are read in parts; the msgpack files of Flax are held
+The leaves keep their names; ``copy.py`` renames. Arrays of Orbax are read in parts; the msgpack files of Flax are held
 completely.
 """
 
@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from t5ckpt.catalog.layouts import is_orbax
-from t5ckpt.catalog.locate import JAX_TREE, Located, locate, log_newer, no_checkpoint, not_of_format
+from t5ckpt.catalog.locate import Located, locate, log_newer, no_checkpoint, not_of_format
 from t5ckpt.convert.options import ConvertOptions
 from t5ckpt.convert.safetensors import open_tensors
 from t5ckpt.convert.seqax import open_seqax
@@ -23,7 +23,6 @@ from t5ckpt.core.leaf_path import path_of
 from t5ckpt.core.text import printable, some_of
 from t5ckpt.errors import (
     CorruptCheckpointError,
-    MissingDependencyError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.facts import NO_FACTS
@@ -32,28 +31,23 @@ from t5ckpt.format.orbax import TREE_METADATA
 from t5ckpt.format.safetensors import FLAX_INDEX, FLAX_WHOLE, MAX_HEADER
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.reading.contents import Contents, read_contents
-from t5ckpt.reading.orbax import array_leaves
 from t5ckpt.reading.safetensors import weight_map
 from t5ckpt.save.linked_arrays import linked_leaves
 from t5ckpt.storage import Storage, open_storage, split_path
-from t5ckpt.tree.leaf_table import Empty, LeafTable
-from t5ckpt.tree.train_state import flatten_state
+from t5ckpt.tree.leaf_table import LeafTable
 
 _log = logging.getLogger('t5ckpt')
-
-_JAX_ARRAYS = 'array_store'
 
 
 def open_tree(kind: str, source: str | os.PathLike[str], options: ConvertOptions) -> Source:
     """Reads the names, shapes and dtypes of a checkpoint of another JAX program.
 
     Args:
-      kind: 'orbax', 'flax', 'jax', 'seqax', 'zarr' or 'safetensors'.
+      kind: 'orbax', 'flax', 'seqax', 'zarr' or 'safetensors'.
       source: orbax: a run's directory, a step's, or an item's. flax: a file of ``flax.training.checkpoints`` or ``to_bytes``, a
-        directory of such files, of which the latest is taken, or Flax weights of transformers. jax: a directory of
-        ``jax.experimental.array_serialization.pytree_serialization.save``. seqax: a run's directory, or a step's. zarr: a run or
-        a step of Levanter, or any directory tree of zarr arrays. safetensors: a file, the index of several, or the directory of a
-        model; a '/' in a name begins a level of the tree.
+        directory of such files, of which the latest is taken, or Flax weights of transformers. seqax: a run's directory, or a
+        step's. zarr: a run or a step of Levanter, or any directory tree of zarr arrays. safetensors: a file, the index of
+        several, or the directory of a model; a '/' in a name begins a level of the tree.
       options: ``take`` and ``leave``.
 
     Raises:
@@ -149,28 +143,6 @@ def _number(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _open_jax(source: str) -> Contents:
-    storage = open_storage(source)
-    if storage.kind(JAX_TREE) != 'file':
-        raise not_of_format(source, f"{source} has no {JAX_TREE} of JAX's pytree_serialization")
-    name = split_path(source)[1]
-    try:
-        # The structure is in a flatbuffer, which only JAX decodes.
-        from jax.experimental.array_serialization import pytree_serialization
-    except ImportError as error:
-        raise MissingDependencyError(f'{source}: reading it needs flatbuffers: pip install flatbuffers') from error
-    try:
-        tree = pytree_serialization.load_pytreedef(storage.url())
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
-        raise CorruptCheckpointError(f'{storage.url(JAX_TREE)} does not decode ({error!s:.200}).') from error
-    table = flatten_state(tree).table
-    leaves = [path for path, leaf in table.items() if not isinstance(leaf, Empty)]
-    names = {path: str(number) for number, path in enumerate(leaves) if table[path] is not None}
-    arrays = array_leaves(CheckpointFiles.at(storage, _JAX_ARRAYS), '', names, 'zarr3')
-    located = Located(storage, _JAX_ARRAYS, '', _number(f'_{name}'))
-    return Contents(located, Manifest(3, table | arrays), NO_FACTS)
-
-
 def _open_safetensors(source: str) -> Contents:
     """The tensors; the step is the value of ``state/step`` or ``step``, or 0."""
     contents, _ = open_tensors(source)
@@ -186,7 +158,6 @@ def _open_safetensors(source: str) -> Contents:
 _OPENERS: Mapping[str, Callable[[str], Contents]] = {
     'orbax': _open_orbax,
     'flax': _open_flax,
-    'jax': _open_jax,
     'seqax': open_seqax,
     'zarr': _open_orbax,
     'safetensors': _open_safetensors,

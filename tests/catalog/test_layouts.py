@@ -894,12 +894,14 @@ def test_an_import_of_flax_weights_names_the_verb_that_reads_them(tmp_path):
     assert convert_checkpoint('flax', path / 'flax_model.msgpack', tmp_path / 'out', ConvertOptions(step=0)).step == 0
 
 
-def test_above_a_directory_of_jax_its_path_is_named(tmp_path):
+def test_a_directory_of_jax_is_described(tmp_path):
     (tmp_path / 'run').mkdir()
     pytree_serialization.save({'w': jnp.ones((3, 4))}, tmp_path / 'run' / 'step_5')
-    with pytest.raises(errors.CheckpointNotFoundError, match=r'Give the path of one: .*/run/step_5$'):
-        t5ckpt.open_checkpoint(tmp_path / 'run')
-    assert convert_checkpoint('jax', tmp_path / 'run' / 'step_5', tmp_path / 'out').step == 5
+    for path in (tmp_path / 'run', tmp_path / 'run/step_5'):
+        with pytest.raises(
+            errors.CheckpointNotFoundError, match=r'pytreedef.json is a file of JAX.*load its directory'
+        ):
+            t5ckpt.open_checkpoint(path)
 
 
 @pytest.mark.parametrize('path', ['params', '7/params', 'step/0'])

@@ -16,7 +16,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.experimental.array_serialization import pytree_serialization
 from support import golden as cases
 from support.bits import assert_same
 from support.cli import t5ckpt_cli
@@ -71,20 +70,16 @@ def write(kind, folder):
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(folder / '12', TREE)
         return folder
-    if kind == 'flax':
-        folder.mkdir()
-        for step in (9, 12):
-            data = flax.serialization.to_bytes(TREE | {'step': np.array(7 if step == 12 else 1, np.int32)})
-            (folder / f'checkpoint_{step}').write_bytes(data)
-        return folder
     folder.mkdir()
-    pytree_serialization.save(jax.tree.map(jnp.asarray, TREE), folder / 'step_12')
-    return folder / 'step_12'
+    for step in (9, 12):
+        data = flax.serialization.to_bytes(TREE | {'step': np.array(7 if step == 12 else 1, np.int32)})
+        (folder / f'checkpoint_{step}').write_bytes(data)
+    return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('asked', ['flax', 'jax', 'seqax', 'orbax'])
-@pytest.mark.parametrize('kind', ['cp', 'flax', 'jax', 'orbax', 'seqax', 'zarr'])
+@pytest.mark.parametrize('asked', ['flax', 'seqax', 'orbax'])
+@pytest.mark.parametrize('kind', ['cp', 'flax', 'orbax', 'seqax', 'zarr'])
 def test_the_error_for_another_format_names_the_verb_that_opens_it(tmp_path, kind, asked):
     source = write(kind, tmp_path / 'source')
     sources = [source, *source.glob('*12')] if kind in ('orbax', 'zarr') else [source]
@@ -98,7 +93,7 @@ def test_the_error_for_another_format_names_the_verb_that_opens_it(tmp_path, kin
         t5ckpt_cli(*(['cp'] if kind == 'cp' else ['convert', kind]), path, tmp_path / f'from_{path.name}')
 
 
-@pytest.mark.parametrize('kind', ['jax', 'seqax'])
+@pytest.mark.parametrize('kind', ['seqax'])
 def test_a_path_that_is_no_checkpoint_is_described(tmp_path, kind):
     (tmp_path / 'file').write_text('text')
     (tmp_path / 'empty').mkdir()
@@ -107,7 +102,7 @@ def test_a_path_that_is_no_checkpoint_is_described(tmp_path, kind):
             convert(kind, tmp_path / name, tmp_path / 'run')
 
 
-@pytest.mark.parametrize('kind', ['orbax', 'flax', 'jax'])
+@pytest.mark.parametrize('kind', ['orbax', 'flax'])
 def test_what_others_write(tmp_path, kind):
     source = write(kind, tmp_path / 'source')
     done = convert(kind, source, tmp_path / 'run')
@@ -224,49 +219,12 @@ def assert_same_tree(restored, wanted):
     jax.tree.map(np.testing.assert_array_equal, restored, wanted)
 
 
-@pytest.mark.parametrize(('kind', 'says'), [('orbax', 'empty'), ('flax', 'no file of Flax'), ('jax', 'pytreedef')])
+@pytest.mark.parametrize(('kind', 'says'), [('orbax', 'empty'), ('flax', 'no file of Flax')])
 def test_nothing_there(tmp_path, kind, says):
     (tmp_path / 'source').mkdir()
     with pytest.raises(errors.CheckpointNotFoundError, match=says):
         convert(kind, tmp_path / 'source', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
-
-
-def test_zeros_that_jax_does_not_write(tmp_path):
-    mesh = jax.make_mesh((4,), ('x',), devices=jax.devices()[:4])
-    mixed = jnp.concatenate([jnp.zeros((4, 4)), jnp.arange(16.0).reshape(4, 4)])
-    tree = {
-        'zeros': jnp.zeros((300, 200)),
-        'mixed': jax.device_put(mixed, jax.NamedSharding(mesh, jax.P('x'))),
-        'step': jnp.int32(0),
-        'negative': -jnp.zeros(4, jnp.bfloat16),
-        'off': jnp.zeros(3, bool),
-    }
-    pytree_serialization.save(tree, tmp_path / 'step_12')
-    convert('jax', tmp_path / 'step_12', tmp_path / 'run')
-    check(tmp_path / 'run', jax.tree.map(np.asarray, tree))
-    assert t5ckpt.verify(tmp_path / 'run', full=True).ok
-
-
-def test_jax_files_that_are_damaged(tmp_path):
-    source = write('jax', tmp_path / 'source')
-    tree = (source / 'pytreedef.json').read_text()
-    for damaged in (tree[:-30], '{}', '[]', tree.replace('float32', 'float99')):
-        (source / 'pytreedef.json').write_text(damaged)
-        with pytest.raises(errors.FormatError):
-            convert('jax', source, tmp_path / 'run')
-    (source / 'pytreedef.json').write_text(tree)
-    shutil.rmtree(source / 'array_store' / 'd')
-    with pytest.raises(errors.FormatError):
-        convert('jax', source, tmp_path / 'run')
-    assert t5ckpt.all_steps(tmp_path / 'run') == []
-
-
-def test_a_tree_without_a_step(tmp_path):
-    pytree_serialization.save(jax.tree.map(jnp.asarray, TREE), tmp_path / 'source')
-    with pytest.raises(ValueError, match=r'ConvertOptions\(step='):
-        convert('jax', tmp_path / 'source', tmp_path / 'run')
-    assert convert('jax', tmp_path / 'source', tmp_path / 'run', ConvertOptions(step=0)).step == 0
 
 
 @pytest.mark.parametrize(
@@ -275,6 +233,13 @@ def test_a_tree_without_a_step(tmp_path):
 def test_options_that_make_no_sense(options):
     with pytest.raises(ValueError, match=next(iter(options)).partition('_')[0]):
         ConvertOptions(**options)
+
+
+def test_a_tree_without_a_step(tmp_path):
+    (tmp_path / 'weights').write_bytes(flax.serialization.to_bytes({'w': np.ones(3)}))
+    with pytest.raises(ValueError, match=r'ConvertOptions\(step='):
+        convert('flax', tmp_path / 'weights', tmp_path / 'run')
+    assert convert('flax', tmp_path / 'weights', tmp_path / 'run', ConvertOptions(step=0)).step == 0
 
 
 # ---- back to Orbax ----

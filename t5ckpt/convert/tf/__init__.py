@@ -1,7 +1,7 @@
 """Converts TensorFlow checkpoints of Mesh-TensorFlow's T5.
 
 No model is needed, since the structure follows from the checkpoint's names. Tensors are read in slices without TensorFlow
-(``convert/tf/bundle.py``); its own reader reads what only TensorFlow can.
+(``convert/tf/bundle.py``).
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ from t5ckpt.core.leaf_path import path_of
 from t5ckpt.core.text import some_of
 from t5ckpt.errors import (
     CheckpointNotFoundError,
-    CorruptCheckpointError,
-    MissingDependencyError,
-    UnsupportedFormatError,
     UnsupportedLeafError,
 )
 from t5ckpt.format.dtypes import is_storable
-from t5ckpt.lazy import LazyArray, LazyThreadPoolArray
+from t5ckpt.lazy import LazyArray
 from t5ckpt.reading.checkpoint_files import CheckpointFiles
 from t5ckpt.storage import Storage, open_storage, split_path
 from t5ckpt.tree.leaf_table import LeafTable
@@ -68,7 +65,7 @@ def open_tf(path: str | os.PathLike[str]) -> TfCheckpoint:
 
     Raises:
       CheckpointNotFoundError: there is no checkpoint; the message lists the contents of the directory.
-      CorruptCheckpointError, UnsupportedFormatError, MissingDependencyError.
+      CorruptCheckpointError, UnsupportedFormatError, MissingDependencyError: see ``read_bundle``.
     """
     storage, (parent, name) = open_storage(path), split_path(path)
     match = _DATA_FILE.fullmatch(name)
@@ -80,10 +77,7 @@ def open_tf(path: str | os.PathLike[str]) -> TfCheckpoint:
     else:
         text = f'{path} is neither a directory nor the prefix of a TensorFlow checkpoint'
         raise not_of_format(os.fspath(path), text)
-    try:
-        return TfCheckpoint(prefix, read_bundle(prefix))
-    except UnsupportedFormatError as error:
-        return _open_with_tensorflow(prefix, error)
+    return TfCheckpoint(prefix, read_bundle(prefix))
 
 
 def _latest_in(storage: Storage) -> str:
@@ -104,31 +98,6 @@ def _latest_in(storage: Storage) -> str:
         below = storage.url('variables/variables')
         raise CheckpointNotFoundError(f'{where} is a SavedModel, whose checkpoint is {below}. Pass that.')
     raise not_of_format(where, f'{where} has no file *.index')
-
-
-def _open_with_tensorflow(prefix: str, error: UnsupportedFormatError) -> TfCheckpoint:
-    """Opens a checkpoint with a feature that only TensorFlow reads; a slice of a tensor reads all of it."""
-    try:
-        import tensorflow as tf
-    except ImportError as missing:
-        raise MissingDependencyError(f'{error} Install it: pip install tensorflow') from missing
-    failures = (tf.errors.OpError, RuntimeError, ValueError)
-    try:
-        reader = tf.train.load_checkpoint(prefix)
-        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-    except failures as failure:
-        raise CorruptCheckpointError(f'{prefix}: TensorFlow cannot read it ({failure!s:.200}).') from failure
-
-    def read(name: str) -> np.ndarray:
-        try:
-            return np.asarray(reader.get_tensor(name))
-        except failures as failure:
-            raise CorruptCheckpointError(f'{prefix}: {name} cannot be read ({failure!s:.200}).') from failure
-
-    def lazy(name: str) -> LazyArray:
-        return LazyThreadPoolArray(shapes[name], np.dtype(dtypes[name].as_numpy_dtype), lambda: read(name))
-
-    return TfCheckpoint(prefix, {name: lazy(name) for name in sorted(shapes)})
 
 
 def tf_leaves(checkpoint: TfCheckpoint, options: ConvertOptions = ConvertOptions()) -> Source:  # noqa: B008 - frozen

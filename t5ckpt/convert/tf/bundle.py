@@ -40,6 +40,9 @@ _READ_BYTES = 8 * 2**20
 # A tensor takes about 100 bytes of an index.
 _INDEX_BYTES = 256 * 2**20
 _CURE = 'Copy the checkpoint again.'
+_ONLY_TENSORFLOW = (
+    'Only TensorFlow reads this: save the tensors of tf.train.load_checkpoint again, each whole (tf.raw_ops.SaveV2).'
+)
 # core/framework/types.proto
 _DTYPES = {
     1: 'float32', 2: 'float64', 3: 'int32', 4: 'uint8', 5: 'int16', 6: 'int8', 8: 'complex64', 9: 'int64', 10: 'bool',
@@ -60,7 +63,7 @@ def read_bundle(prefix: str) -> dict[str, LazyArray]:
     files, index = reader.files, f'{name}.index'
     where = files.url(index)
     if files.storage.kind(index) is None:
-        raise UnsupportedFormatError(f'{where} does not exist. Only TensorFlow reads a checkpoint without it.')
+        raise UnsupportedFormatError(f'{where} does not exist. {_ONLY_TENSORFLOW}')
     data = files.read(index, limit=_INDEX_BYTES)
     try:
         return {tensor: _lazy(reader, tensor, leaf, crc) for tensor, leaf, crc in _entries(data, files, name)}
@@ -76,6 +79,8 @@ def _lazy(reader: ArrayReader, name: str, leaf: StoredArray, crc: int) -> LazyAr
 
     def read(index: Any = ...) -> np.ndarray:
         nonlocal is_checked
+        if leaf.dtype.hasobject:
+            raise UnsupportedFormatError(f'{name} is not an array of numbers. {_ONLY_TENSORFLOW}')
         with guard:
             if not is_checked:
                 _check(reader.files, name, leaf, crc)
@@ -131,7 +136,7 @@ def _entries(data: bytes, files: CheckpointFiles, prefix: str) -> Iterator[tuple
             shards = _number(fields, 1, 1)
         elif key[0] == 0:
             # The key of a slice is not text, and precedes all names (core/util/saved_tensor_slice_util.cc).
-            raise UnsupportedFormatError(f'{where}: variables were saved in parts, which only TensorFlow reads.')
+            raise UnsupportedFormatError(f'{where}: variables were saved in parts. {_ONLY_TENSORFLOW}')
         else:
             name, shard = key.decode(), _number(fields, 3)
             file = f'{prefix}.data-{shard:05d}-of-{shards:05d}'
@@ -144,16 +149,13 @@ def _entries(data: bytes, files: CheckpointFiles, prefix: str) -> Iterator[tuple
 def _array(
     name: str, fields: Mapping[tuple[int, int], list[Any]], where: str, file: str, size_of: Callable[[str], int | None]
 ) -> StoredArray:
-    number = _number(fields, 1)
-    if number not in _DTYPES:
-        raise UnsupportedFormatError(
-            f'{where}: {name} has the dtype {number} of types.proto, which only TensorFlow reads.'
-        )
+    # Text, and dtypes that NumPy lacks, are objects, which a rule may drop.
+    dtype = DTYPES.get(_DTYPES.get(_number(fields, 1), ''), np.dtype(object))
     offset, size = (_number(fields, field) for field in (4, 5))
     shapes = [protobuf.fields(shape) for shape in fields[2, protobuf.BYTES]]
     dims = [protobuf.fields(dim) for shape in shapes for dim in shape[2, protobuf.BYTES]]
-    shape, dtype = tuple(_number(dim, 1) for dim in dims), DTYPES[_DTYPES[number]]
-    if max(shape, default=0) >= 2**62 or math.prod(shape) * dtype.itemsize != size:
+    shape = tuple(_number(dim, 1) for dim in dims)
+    if not dtype.hasobject and (max(shape, default=0) >= 2**62 or math.prod(shape) * dtype.itemsize != size):
         raise CorruptCheckpointError(
             f'{where}: {name} of shape {shape} and dtype {dtype.name} has {size} bytes. {_CURE}'
         )
@@ -193,7 +195,7 @@ def _block(data: bytes, start: int, size: int, where: str) -> Iterator[tuple[byt
     if _masked(_checksum_function()(0, data[start : start + size + 1])) != struct.unpack('<I', trailer[1:])[0]:
         raise CorruptCheckpointError(f'{where} is damaged (CRC-32C). {_CURE}')
     if trailer[0] != 0:
-        raise UnsupportedFormatError(f'{where} is compressed, which only TensorFlow reads.')
+        raise UnsupportedFormatError(f'{where} is compressed. {_ONLY_TENSORFLOW}')
     block = data[start : start + size]
     end = size - 4 * (1 + struct.unpack('<I', block[-4:])[0])
     position, key = 0, b''

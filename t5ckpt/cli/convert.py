@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from t5ckpt.cli.paths import CHECKPOINT, RUN
+from t5ckpt.cli.paths import CHECKPOINT, LATER, RUN, checkpoint
 from t5ckpt.cli.verb import (
     DRY_RUN,
     FOLLOW_LINKS,
@@ -118,7 +118,7 @@ def cp(source: str, target: str, **given: Any) -> None:
 @verb(
     'convert',
     argument('kind', click.Choice(FORMATS), metavar='FORMAT'),
-    argument('source', CHECKPOINT, metavar='SRC'),
+    argument('source', LATER, metavar='SRC'),
     argument('target', RUN, metavar='DST'),
     STEP,
     option('--rules', 'For tf: a Python file that defines `translator`. It is executed.', metavar='FILE.py'),
@@ -128,7 +128,7 @@ def cp(source: str, target: str, **given: Any) -> None:
     option('--split-heads/--joined-heads', 'For hf: with or without an axis for heads.', default=None),
     *_SHARED,
 )
-def convert(kind: str, source: str, target: str, rules: str | None, **given: Any) -> None:
+def convert(kind: str, source: str, target: str, at: int | None, rules: str | None, **given: Any) -> None:
     """Converts a checkpoint of another format to T5X's, or back.
 
     FORMAT is tf, orbax, flax, seqax, zarr, safetensors or hf (a T5 of Hugging Face): SRC is in this format, and DST is
@@ -150,13 +150,15 @@ def convert(kind: str, source: str, target: str, rules: str | None, **given: Any
       t5ckpt convert to-hf run model --config '{"model_type": "longt5"}'
       t5ckpt convert to-safetensors run x.safetensors --take 'target/.*'
     """
+    if at is not None and kind in ('tf', 'hf', 'safetensors'):
+        raise click.UsageError('--step names a step of SRC, which has none. To write as a step, pass --as-step.')
     if given['step'] is not None and kind.startswith('to-'):
         raise click.UsageError(
             "--as-step is for a step in T5X's format; Orbax takes it from the name of DST, such as run/12. To read a step of "
             'SRC, pass --step.'
         )
     options = _options({**given, 'translator': None if rules is None else _translator(rules)})
-    _emit(convert_checkpoint(kind, source, target, options), dry_run=options.dry_run)
+    _emit(convert_checkpoint(kind, checkpoint(source, at), target, options), dry_run=options.dry_run)
 
 
 def _translator(path: str) -> CheckpointTranslator:

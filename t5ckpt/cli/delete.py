@@ -9,17 +9,15 @@ from typing import Any, TypeAlias
 
 import click
 
-from t5ckpt.catalog.listing import has_step
 from t5ckpt.catalog.locate import open_run_storage
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.ls import check_exists, run_at
-from t5ckpt.cli.paths import LATER, RUN, run_and_step, tier_paths
+from t5ckpt.cli.paths import LATER, RUN, run_and_step
 from t5ckpt.cli.verb import (
     COUNT,
     DRY_RUN,
     MODE,
     NUMBER,
-    TIER,
     Exit,
     argument,
     confirm,
@@ -34,8 +32,8 @@ from t5ckpt.cli.verb import (
 )
 from t5ckpt.commit.deletion import decide_deletion, find_step, hide
 from t5ckpt.commit.retention import Retention, missing_from_all
-from t5ckpt.core.text import counted, numbered, numbered_are, some_of
-from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
+from t5ckpt.core.text import counted, numbered, some_of
+from t5ckpt.errors import StepKeptError
 from t5ckpt.format.names import step_dir
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (
@@ -52,42 +50,32 @@ from t5ckpt.save.best_step import best_in
 from t5ckpt.storage import Storage
 
 _SHOWN = 20  # deleted steps that are named
-_Plan: TypeAlias = Sequence[tuple[str | None, Decision]]
-"""The decisions about steps, each with the name of its tier, or None."""
-_Target: TypeAlias = tuple[str | None, int]
-"""A step of a tier, or of the run where there is no other."""
-_Delete: TypeAlias = Callable[[], tuple[Sequence[_Target], Mapping[_Target, str]]]
+_Delete: TypeAlias = Callable[[], tuple[Sequence[int], Mapping[int, str]]]
 """Deletes steps; returns those that it deleted, and why others were not."""
 _REFUSED = 'the storage did not delete it'
 _YES = flag('--yes', 'Do not ask for confirmation.')
 
 
-def _carry_out(plan: _Plan, doomed: int, delete: _Delete, *, dry_run: bool, yes: bool) -> Exit:
+def _carry_out(plan: Sequence[Decision], doomed: int, delete: _Delete, *, dry_run: bool, yes: bool) -> Exit:
     """Prints a plan, asks, deletes the doomed steps, and prints what was deleted, and why each other step was not."""
-    rows = [[str(each.step), tier or '', 'keep' if each.keep else 'delete', each.reason] for tier, each in plan]
-    emit_lines(table(['step', 'tier', '', 'because'], rows))
+    rows = [[str(each.step), 'keep' if each.keep else 'delete', each.reason] for each in plan]
+    emit_lines(table(['step', '', 'because'], rows))
     deleted, failed = (), {}
     of_all = f'{doomed:,} of {counted(len(plan), "step")}'
     if doomed and not dry_run:
         confirm(f'Delete {of_all}?', yes=yes)
         deleted, failed = delete()
     fields = {
-        'plan': [{**fields_of(each), 'tier': tier, 'was_deleted': (tier, each.step) in deleted} for tier, each in plan],
-        'deleted': sorted({step for _, step in deleted}),
-        'failed': {step: reason for (_, step), reason in failed.items()},
+        'plan': [{**fields_of(each), 'was_deleted': each.step in deleted} for each in plan],
+        'deleted': sorted(deleted),
+        'failed': failed,
         'dry_run': dry_run,
     }
-    texts = [_shown(target) for target in deleted]
-    done = f'deleted: {some_of(texts, _SHOWN)}' if deleted else 'nothing was deleted'
+    done = f'deleted: {some_of(list(map(str, deleted)), _SHOWN)}' if deleted else 'nothing was deleted'
     emit(fields, f'{of_all} would be deleted' if dry_run else done)
-    for target, reason in failed.items():
-        say(f'step {_shown(target)} was not deleted: {reason}', err=True)
+    for step, reason in failed.items():
+        say(f'step {step} was not deleted: {reason}', err=True)
     return Exit.STORAGE if _REFUSED in failed.values() else Exit.NO if failed else Exit.DONE
-
-
-def _shown(target: _Target) -> str:
-    tier, step = target
-    return str(step) if tier is None else f'{step} ({tier})'
 
 
 @verb(
@@ -98,9 +86,8 @@ def _shown(target: _Target) -> str:
     flag('--force', 'Delete steps that wait for their upload, too.'),
     DRY_RUN,
     _YES,
-    TIER,
 )
-def rm(path: str, others: Sequence[str], tier: str | None, pinned: bool, force: bool, **how: bool) -> int:
+def rm(path: str, others: Sequence[str], pinned: bool, force: bool, **how: bool) -> int:
     """Deletes the step at PATH, or steps of the run at PATH. Each STEP is a number, or a path of a step.
 
     A step is hidden in one atomic operation, and then removed. If one of the steps is pinned, held by a reader, or waits for
@@ -115,31 +102,21 @@ def rm(path: str, others: Sequence[str], tier: str | None, pinned: bool, force: 
       t5ckpt rm run@1000 run@2000
       t5ckpt rm run/checkpoint_3000 --yes
     """
-    runs, steps = _named(path, others, tier)
-    # The run's storage may not answer, so its steps are the first. A step may be in one tier only.
-    targets = {
-        (name, step): find_step(run, step)
-        for name, run in sorted(runs.items(), key=str, reverse=True)
-        for step in steps
-        if len(runs) == 1 or has_step(run, step)
-    }
-    absent = sorted(set(steps) - {step for _, step in targets})
-    if absent:
-        places = ' nor '.join(run.url() for run in runs.values())
-        raise CheckpointNotFoundError(f'{numbered_are("step", absent)} in neither {places}.')
+    run, steps = _named(path, others)
+    targets = {step: find_step(run, step) for step in steps}
     even = {'even_pinned': pinned, 'even_waiting': force}
-    plan = [(name, decide_deletion(runs[name], listed, time.time, **even)) for (name, _), listed in targets.items()]
-    failed: dict[_Target, str] = {}
+    plan = [decide_deletion(run, listed, time.time, **even) for listed in targets.values()]
+    failed: dict[int, str] = {}
 
-    def delete() -> tuple[list[_Target], Mapping[_Target, str]]:
-        for target, listed in targets.items():
+    def delete() -> tuple[list[int], Mapping[int, str]]:
+        for step, listed in targets.items():
             try:
-                hide(runs[target[0]], listed, time.time, **even)()
+                hide(run, listed, time.time, **even)()
             except StepKeptError as error:
-                failed[target] = str(error)
-        return [target for target in targets if target not in failed], failed
+                failed[step] = str(error)
+        return [step for step in targets if step not in failed], failed
 
-    kept = list(dict.fromkeys(each.step for _, each in plan if each.keep))
+    kept = [each.step for each in plan if each.keep]
     code = _carry_out(plan, 0 if kept else len(plan), delete, **how)
     if kept:
         say(
@@ -150,31 +127,23 @@ def rm(path: str, others: Sequence[str], tier: str | None, pinned: bool, force: 
     return Exit.NO if kept else code
 
 
-def _named(path: str, others: Sequence[str], tier: str | None) -> tuple[dict[str | None, Storage], list[int]]:
-    """The run in each tier, and the steps that are named.
+def _named(path: str, others: Sequence[str]) -> tuple[Storage, list[int]]:
+    """The run, and the steps that are named.
 
     Raises:
-      click.UsageError: no step is named, steps of several runs, or different steps in both tiers.
+      click.UsageError: no step is named, or steps of several runs.
     """
-    runs: dict[str | None, Storage] = {}
-    steps = {int(word) for word in others if word.isdecimal()}
-    for word in [path, *(word for word in others if not word.isdecimal())]:
-        named = {name: run_and_step(place) for name, place in tier_paths(word, tier).items()}
-        found = {name: open_run_storage(run) for name, (run, _) in named.items()}
-        runs = runs or found
-        numbers = {step for _, step in named.values()}
-        if len(numbers) > 1:
-            each = ' and '.join(f'step {step} in the tier {name}' for name, (_, step) in named.items())
-            raise click.UsageError(f'{word} is {each}. Pass the number of the step.')
-        is_step_of_run = None not in numbers and [run.url() for run in found.values()] == [
-            run.url() for run in runs.values()
-        ]
-        if found is not runs and not is_step_of_run:
+    directory, first = run_and_step(path)
+    run = open_run_storage(directory)
+    steps = set() if first is None else {first}
+    for word in others:
+        other, step = (directory, int(word)) if word.isdecimal() else run_and_step(word)
+        if step is None or open_run_storage(other).url() != run.url():
             raise click.UsageError(f'{word} is not a step of {path}. Delete the steps of one run at a time.')
-        steps |= {step for step in numbers if step is not None}
+        steps.add(step)
     if not steps:
         raise click.UsageError('no step is named. Pass it: t5ckpt rm PATH STEP.')
-    return runs, sorted(steps)
+    return run, sorted(steps)
 
 
 @verb(
@@ -189,16 +158,14 @@ def _named(path: str, others: Sequence[str], tier: str | None) -> tuple[dict[str
     option('--keep-step', 'Keep this step; may be repeated.', NUMBER, 'STEP', multiple=True),
     DRY_RUN,
     _YES,
-    TIER,
 )
-def prune(path: str, tier: str | None, dry_run: bool, yes: bool, **rules: Any) -> int:
+def prune(path: str, dry_run: bool, yes: bool, **rules: Any) -> int:
     """Deletes the steps of the run at PATH that no rule keeps, and prints the reason for each step.
 
     A step is kept if any of the options keeps it. The latest step, pinned and held steps are always kept.
     Steps in the layouts of Orbax and Flax are kept and not counted. A trainer with the same policy deletes the same steps.
     Metrics are those that were passed to save, and those in TensorBoard's files below PATH (train/loss is the tag loss in
-    PATH/train). --mode defaults to the mode of the keep policy of the latest save. With --tier all, the rules apply to each
-    tier on its own.
+    PATH/train). --mode defaults to the mode of the keep policy of the latest save.
 
     Exit codes: 0 done, or nothing to do; 1 a step was pinned or held in the meantime; 2 wrong usage, such as a metric
     or a step to keep that does not exist (nothing is deleted); 4 the storage did not delete a step.
@@ -207,17 +174,15 @@ def prune(path: str, tier: str | None, dry_run: bool, yes: bool, **rules: Any) -
     Example:
       t5ckpt prune run --keep 3 --best eval/accuracy --every 10000 --dry-run
     """
-    runs = {name: run_at(place) for name, place in tier_paths(path, tier).items()}
-    retentions = {name: _retention(run, rules) for name, run in runs.items()}
-    plan = [(name, each) for name, retention in retentions.items() for each in _with_reasons(runs[name], retention)]
-    plan.sort(key=lambda item: (item[1].step, str(item[0])))
-    for retention in retentions.values() if rules['best'] else ():
-        # Of the steps that may be deleted: another program's may have it.
-        if missing := missing_from_all(retention.decided, rules['best']):
-            raise click.UsageError(f'--best: {missing} Nothing was deleted.')
-    steps = sorted({each.step for _, each in plan})
-    for run in () if plan else runs.values():
+    run = run_at(path)
+    retention = _retention(run, rules)
+    plan = sorted(_with_reasons(run, retention), key=lambda each: each.step)
+    # Of the steps that may be deleted: another program's may have it.
+    if rules['best'] and (missing := missing_from_all(retention.decided, rules['best'])):
+        raise click.UsageError(f'--best: {missing} Nothing was deleted.')
+    if not plan:
         check_exists(run)
+    steps = [each.step for each in plan]
     absent = sorted({*rules['keep_step']} - {*steps})
     if absent:
         # A mistyped number would delete the step that was meant.
@@ -226,18 +191,15 @@ def prune(path: str, tier: str | None, dry_run: bool, yes: bool, **rules: Any) -
             f'--keep-step: the run has no {numbered("step", absent)}; it has {existing}. Nothing was deleted.'
         )
 
-    def delete() -> tuple[list[_Target], Mapping[_Target, str]]:
-        deleted: list[_Target] = []
-        failed: dict[_Target, str] = {}
-        for name, retention in retentions.items():
-            doomed = [each.step for tier, each in plan if tier == name and not each.keep]
-            deleted += [(name, step) for step in retention.carry_out(confirmed=doomed)]
-            # Another process may have deleted a step in the meantime.
-            left = [each for each in retention.plan() if each.step in doomed]
-            failed |= {(name, each.step): each.reason if each.keep else _REFUSED for each in left}
-        return deleted, failed
+    doomed = [each.step for each in plan if not each.keep]
 
-    return _carry_out(plan, sum(not each.keep for _, each in plan), delete, dry_run=dry_run, yes=yes)
+    def delete() -> tuple[Sequence[int], Mapping[int, str]]:
+        deleted = retention.carry_out(confirmed=doomed)
+        # Another process may have deleted a step in the meantime.
+        left = [each for each in retention.plan() if each.step in doomed]
+        return deleted, {each.step: each.reason if each.keep else _REFUSED for each in left}
+
+    return _carry_out(plan, len(doomed), delete, dry_run=dry_run, yes=yes)
 
 
 def _retention(run: Storage, rules: Mapping[str, Any]) -> Retention:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from t5ckpt.catalog.locate import no_checkpoint, open_run_storage, openable_below, refuse_other_contents
 from t5ckpt.catalog.step_summaries import StepSummary, summaries
-from t5ckpt.cli.paths import BOTH, LOCAL, PERSISTENT, RUN, record_of, tier_paths
-from t5ckpt.cli.verb import MODE, TIER, Exit, argument, code_of, emit, emit_lines, fields_of, flag, say, table, verb
+from t5ckpt.cli.paths import RUN, TIERS, record_of
+from t5ckpt.cli.verb import MODE, Exit, argument, code_of, emit, emit_lines, fields_of, flag, say, table, verb
 from t5ckpt.core.text import counted, human_age, human_bytes, some_of
 from t5ckpt.errors import T5CkptError
 from t5ckpt.inspection.kept import by_policy, with_reasons
@@ -20,6 +20,7 @@ from t5ckpt.storage import Storage, open_storage
 if TYPE_CHECKING:
     from t5ckpt.tiers.directory import TierRecord
 
+_LOCAL, _PERSISTENT = 'local', 'persistent'
 # Other metrics than those of the keep policy in the table.
 _FEW = 3
 
@@ -33,11 +34,10 @@ class _Row(NamedTuple):
 
 @verb(
     'ls',
-    argument('path', RUN),
+    argument('path', TIERS),
     flag('--all', 'Also list unfinished, broken and damaged steps, and what deletions left.'),
-    TIER,
 )
-def ls(path: str, tier: str | None, **how: bool) -> int:
+def ls(path: str, **how: bool) -> int:
     """Lists the steps of the run at PATH: size, age, metrics, and the reason to keep each.
 
     Complete steps are listed in the layouts of T5X, Orbax, Flax and Levanter; if there are several, a column names them. A
@@ -49,22 +49,22 @@ def ls(path: str, tier: str | None, **how: bool) -> int:
     \b
     Examples:
       t5ckpt ls run
-      t5ckpt ls /ssd/run --tier local
+      t5ckpt ls gs://bucket/run --all
     """
-    paths = tier_paths(path, tier, BOTH)
-    _, _, record = record_of(path) or (None, None, None)
+    record = record_of(path)
+    paths = {None: path} if record is None else {_LOCAL: path, _PERSISTENT: record.run.rstrip('/')}
     rows: list[_Row] = []
     code = Exit.DONE
     for name, place in paths.items():
-        policy = KeepLatest(record.keep) if record is not None and name == LOCAL else None
+        policy = KeepLatest(record.keep) if record is not None and name == _LOCAL else None
         try:
-            storage = run_at(place) if name != PERSISTENT else open_run_storage(place)
+            storage = run_at(place) if name != _PERSISTENT else open_run_storage(place)
             entries = _listed(storage, has_others=len(paths) > 1, everything=how['all'])
             rows += [_Row(name, entry) for entry in with_reasons(storage, entries, policy)]
-            if record is not None and name == PERSISTENT:
+            if record is not None and name == _PERSISTENT:
                 _warn_of_another_run(record, storage)
         except T5CkptError as error:
-            if name != PERSISTENT or len(paths) == 1:
+            if name != _PERSISTENT:
                 raise
             say(f'only the local steps are listed: {error}', err=True)
             code = code_of(error)

@@ -1,7 +1,4 @@
-"""Parses the names of steps: ``run@1200``, ``run@latest``, ``run@best``, ``run@best:eval/loss:min``, or the step's path.
-
-``.t5ckpt/tier.json`` of a local directory names the run to which its steps are uploaded. ``--tier`` chooses between both.
-"""
+"""Parses the names of steps: ``run@1200``, ``run@latest``, ``run@best``, ``run@best:eval/loss:min``, or the step's path."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import click
 
 from t5ckpt.catalog.layouts import inspect_name
 from t5ckpt.catalog.locate import locate, open_run_storage
-from t5ckpt.errors import CheckpointNotFoundError
 from t5ckpt.format.names import TIER_RECORD, parse_step_dir
 from t5ckpt.save.best_step import best_in
 from t5ckpt.storage import open_storage, split_path
@@ -21,7 +17,6 @@ from t5ckpt.storage import open_storage, split_path
 if TYPE_CHECKING:
     from t5ckpt.tiers.directory import TierRecord
 
-LOCAL, PERSISTENT, BOTH = 'local', 'persistent', 'all'
 _STEP = re.compile(r'\d+|latest|best(:.+)?', re.DOTALL)
 
 
@@ -133,61 +128,25 @@ class PathType(click.types.StringParamType):
         return str(value)
 
 
-# A run, a step by any of its names, or a file; LATER: the verb chooses the tier or the steps first, and resolves it itself.
+# A run, a step by any of its names, or a file; LATER: the verb chooses the steps first, and resolves it itself.
 CHECKPOINT = PathType('checkpoint', checkpoint)
 LATER = PathType('path')
 RUN = PathType('run', _run)
+# A run, or a local directory, whose record names the run to which its steps are uploaded.
+TIERS = PathType('run', _run)
 # Any file or directory.
 OTHER = PathType('path')
 
 
-def record_of(path: str) -> tuple[str, str, TierRecord] | None:
-    """The local directory of a path, the rest of the path, and the directory's record; None for other paths.
+def record_of(directory: str) -> TierRecord | None:
+    """The record of a local directory; None for other directories.
 
     Raises:
       LocalDirError: the record is damaged.
     """
-    named = step_named(path)
-    parent, name = split_path(path)
-    divisions = [(path, ''), (parent, f'/{name}')] if named is None else [(named.run, f'@{named.step}')]
-    for directory, rest in divisions:
-        storage = open_storage(directory)
-        if storage.is_file_system and storage.is_file(TIER_RECORD):
-            from t5ckpt.tiers.directory import read_record
+    storage = open_storage(directory)
+    if not (storage.is_file_system and storage.is_file(TIER_RECORD)):
+        return None
+    from t5ckpt.tiers.directory import read_record
 
-            record = read_record(storage)
-            return None if record is None else (directory, rest, record)
-    return None
-
-
-def tier_paths(path: str, tier: str | None, default: str = LOCAL) -> dict[str | None, str]:
-    """The paths that a verb works on, by the names of their tiers.
-
-    Args:
-      path: a run, a local directory, or a step of either, also as ``LOCAL@latest``.
-      tier: of ``--tier``.
-      default: the tier for None.
-
-    Returns:
-      The path alone, under None, if it is not in a local directory. A step is not resolved: ``RUN@latest``.
-
-    Raises:
-      click.UsageError: ``tier`` is given, and the path is not in a local directory.
-      CheckpointNotFoundError: ``tier`` is that of the run, which does not exist.
-    """
-    found = record_of(path)
-    if found is None:
-        if tier is not None:
-            raise click.UsageError(
-                f'--tier is for local directories (LocalTier), and {path} has no {TIER_RECORD}. Leave it out.'
-            )
-        return {None: path}
-    directory, rest, record = found
-    run = record.run.rstrip('/')
-    if tier == PERSISTENT and open_storage(run).kind('') != 'dir':
-        file = open_storage(directory).url(TIER_RECORD)
-        raise CheckpointNotFoundError(
-            f'{run}: there is no such run. {file} names this run: the local steps are uploaded to it.'
-        )
-    paths: dict[str | None, str] = {LOCAL: path, PERSISTENT: f'{run}{rest}'}
-    return {name: each for name, each in paths.items() if (tier or default) in (name, BOTH)}
+    return read_record(storage)

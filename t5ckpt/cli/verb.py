@@ -19,7 +19,7 @@ import click
 
 from t5ckpt.cli.activity import Activity
 from t5ckpt.cli.interrupts import INTERRUPTED, Interrupts
-from t5ckpt.cli.paths import BOTH, LOCAL, PERSISTENT, PathType, record_of
+from t5ckpt.cli.paths import TIERS, PathType, record_of
 from t5ckpt.core.protocols import Progress
 from t5ckpt.core.text import Lines, aligned, finite_json, lines, printable
 from t5ckpt.errors import (
@@ -106,11 +106,6 @@ FOLLOW_LINKS = flag('--follow-links', 'Follow symbolic links that lead out of th
 MODE = option(
     '--mode', 'Which value is best; default: that of the keep policy of the run.', click.Choice(['max', 'min'])
 )
-TIER = option(
-    '--tier',
-    'If PATH is in a local directory (LocalTier): its steps, those of the run to which they are uploaded, or both.',
-    click.Choice([LOCAL, PERSISTENT, BOTH]),
-)
 _COMMON = (
     option(
         '--storage-option',
@@ -133,9 +128,8 @@ class Verb(click.Command):
         if isinstance(ctx.obj, Interrupts):
             ctx.obj.is_running = True
         try:
-            if 'tier' in params:
-                records = [found[2] for path in given if (found := record_of(path)) is not None]
-                given += [record.run for record in records]
+            if TIERS in named.values():
+                given += [record.run for record in map(record_of, given) if record is not None]
             options = _storage_options(params.pop('storage_option'), given)
             with Activity(given) as activity, storage_defaults(options):
                 ctx.meta[_ACTIVITY], ctx.meta[_JSON] = activity, params.pop('json')

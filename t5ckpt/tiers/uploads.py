@@ -418,7 +418,7 @@ class Uploads:
             why = f'in the layout of {occupant.layout}. Remove it with the program that wrote it'
             if occupant.is_t5x:
                 why = 'of another save. To replace it, save the step with overwrite=True, or delete it before the save (t5ckpt '
-                why += 'rm --tier persistent)'
+                why += f'rm {run.url()} {step})'
             raise _NotUploadableError(f'{run.url(occupant.name)} exists, {why}')
         seconds = seconds_for(disk.identity.facts.bytes or 0, min(SLOWEST_RATE, self._bytes_per_second))
         return Transaction(

@@ -707,7 +707,7 @@ FUNCTIONS: list[Case] = [
         )
         for name, kind, value in (
             ('compression', 'to-orbax', 'zstd'),
-            ('concurrent_gb', 'to-orbax', 1),
+            ('concurrent_gb', 'to-seqax', 1),
             ('max_shard_bytes', 'to-safetensors', 9),
             ('scanned', 'safetensors', True),
             ('split_heads', 'safetensors', True),
@@ -1289,10 +1289,6 @@ COMMANDS: list[tuple[str, str, int, str, str]] = [
     ('report', '--output', 1, 'exists', 'report {run} --output {root}/x.safetensors'),
     ('report', '--sample', 2, 'is not a size', 'report {run} -o {root}/x.html --sample many'),
     ('rm', 'others', 3, '9', 'rm {run} 9 --yes'),
-    ('ls', '--tier', 2, 'for local directories', 'ls {run} --tier local'),
-    ('verify', '--tier', 2, 'for local directories', 'verify {run} --tier all'),
-    ('prune', '--tier', 2, 'for local directories', 'prune {run} --keep 1 --tier persistent --dry-run'),
-    ('rm', '--tier', 2, 'for local directories', 'rm {run} 1 --tier all --yes'),
     ('show', '--depth', 2, '--depth', 'show {run} --depth 1 --sort size'),
     ('show', '--depth', 2, '--depth', 'show {run} --depth 1 --json'),
     ('show', '--grep', 1, 'kernl', 'show {run} --grep kernl'),

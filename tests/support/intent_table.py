@@ -323,14 +323,13 @@ pattern | error | neither has such a leaf
 --no-values | hint | no values to compare
 --follow-links | warning | not on a local file system
 """,
-    'ls': '--all | hint | there is nothing else\n--tier | error | not a local directory',
+    'ls': '--all | hint | there is nothing else',
     'pin': '--why | hint | without it, the reason that is there stays',
     'prune': """
 --keep --every --every-hours | report | all stay: the table says why
 --best | error | no step has the metric
 --keep-best --mode | error | without --best
 --keep-step | error | there is no such step: exit 2, and nothing is deleted
---tier | error | not a local directory
 """,
     'report': """
 --output | error | it exists
@@ -340,7 +339,6 @@ pattern | error | neither has such a leaf
 others | error | no such step
 --pinned | hint | none is pinned
 --force | hint | none waits for its upload
---tier | error | not a local directory
 """,
     'show': """
 --depth | error | with --sort or --json
@@ -356,7 +354,6 @@ leaves | error | matches nothing
     'verify': """
 --full | report | no checksums: the report says so
 --follow-links | warning | not on a local file system
---tier | error | not a local directory
 """,
 }
 

@@ -153,14 +153,6 @@ def test_the_cures_of_a_refused_directory(run_dir, tmp_path, local):
     assert 'delete' not in str(raised.value)
 
 
-def test_rm_of_a_step_of_neither_tier_names_both(run_dir, local):
-    with checkpointer(run_dir, local) as ck:
-        ck.save(state(1))
-    text = t5ckpt_cli('rm', local, 1, 9, '--tier', 'all', '--yes', code=3)
-    assert f'step 9 is in neither {local} nor {run_dir}' in text
-    assert t5ckpt.all_steps(local) == [1]
-
-
 @pytest.mark.parametrize('policy', ['recorded', 'not recorded'])
 def test_ls_shows_a_pin_and_that_the_step_waits(run_dir, local, policy):
     with checkpointer(run_dir, local) as ck:
@@ -203,5 +195,3 @@ def test_several_steps_are_plural(gs, local, caplog):
                 ck.wait_until_persisted()
     assert lines(caplog, f'steps 1, 2 are in {local}, and not in {run} yet.')
     gs.proxy.choose = lambda kind, key: None
-    text = t5ckpt_cli('rm', local, 1, 8, 9, '--tier', 'all', '--yes', code=3)
-    assert f'steps 8, 9 are in neither {local} nor {run}.' in text

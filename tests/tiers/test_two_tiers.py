@@ -245,8 +245,8 @@ def test_a_step_of_another_save_is_not_replaced(run_dir, local, caplog):
         with pytest.raises(NotPersistedError, match='of another save'):
             ck.wait_until_persisted(1)
         (line,) = said(caplog, 'step 1 is not uploaded', logging.ERROR)
-        cures = 'To replace it, save the step with overwrite=True, or delete it before the save (t5ckpt rm --tier persistent)'
-        assert f'{run_dir}/checkpoint_1 exists, of another save. {cures}' in line
+        cures = 'To replace it, save the step with overwrite=True, or delete it before the save'
+        assert f'{run_dir}/checkpoint_1 exists, of another save. {cures} (t5ckpt rm {run_dir} 1)' in line
         same(t5ckpt.load_t5x_checkpoint(run_dir, 1), 1)
         ck.save(state(3) | {'step': np.int32(1)}, overwrite=True)
         ck.wait_until_persisted(1)
@@ -257,7 +257,7 @@ def test_a_step_of_another_save_that_is_deleted_before_the_save(run_dir, local):
     t5ckpt.Checkpointer(state(0), None, run_dir).save(state(1))
     with checkpointer(run_dir, local) as ck:
         ck.save(state(2))
-        t5ckpt_cli('rm', local, 1, '--tier', 'persistent', '--yes')
+        t5ckpt_cli('rm', run_dir, 1, '--yes')
         ck.save(state(3) | {'step': np.int32(1)})
         ck.wait_until_persisted(1)
     assert np.array_equal(t5ckpt.load_t5x_checkpoint(run_dir, 1)['w'], state(3)['w'])

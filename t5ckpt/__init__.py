@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from t5ckpt.convert.copy import copy_checkpoint
     from t5ckpt.core.leaf_path import MODEL, OPTIMIZER
     from t5ckpt.core.protocols import ParameterInfo, RestoreStateTransformationFn, SaveStateTransformationFn
-    from t5ckpt.export import export_weights
     from t5ckpt.inspection.diff import CheckpointDiff, diff
     from t5ckpt.inspection.runs import Run, open_run
     from t5ckpt.inspection.view import CheckpointView, open_checkpoint
@@ -116,7 +115,6 @@ __all__ = [
     'convert_checkpoint',
     'copy_checkpoint',
     'diff',
-    'export_weights',
     'find_checkpoint',
     'get_checkpoint_dir',
     'intersect_state',
@@ -139,7 +137,6 @@ _NAMES = {
     'convert.copy': 'copy_checkpoint',
     'core.leaf_path': 'MODEL OPTIMIZER',
     'core.protocols': 'ParameterInfo RestoreStateTransformationFn SaveStateTransformationFn',
-    'export': 'export_weights',
     'inspection.diff': 'CheckpointDiff diff',
     'inspection.runs': 'Run open_run',
     'inspection.view': 'CheckpointView open_checkpoint',

@@ -23,8 +23,6 @@ from t5ckpt.save_policies import SaveOnPreemption, SavePolicy, parts_of
 from t5ckpt.storage import Storage
 from t5ckpt.tree.leaves import explicit_transfers
 
-_CONSTRUCTOR = 'Pass it as checkpoints_dir=: Checkpointer(train_state, checkpoints_dir=...).'
-
 
 def ordered(first: Any, second: Any, step: Any) -> tuple[Any, Sequence[Any], Any]:
     """Orders the arguments of ``Checkpointer.save``, (state, transforms) or (step, state); returns state, transforms and step.
@@ -171,12 +169,13 @@ def check_preemption(policy: SavePolicy | None, preempted: Any, verb: str) -> No
         )
 
 
-def check_no_directory(cure: str = _CONSTRUCTOR, /, **options: Any) -> None:
-    """Raises ValueError if one of the options is a directory; ``cure`` says how to write the call."""
+def check_no_directory(**options: Any) -> None:
+    """Raises ValueError if one of the options is a directory."""
     for name, value in options.items():
         if isinstance(value, (str, os.PathLike, Storage)):
             raise ValueError(  # noqa: TRY004 - T5X's callers catch ValueError
-                f'{name} is {shown(value)}, which looks like a directory. {cure}'
+                f'{name} is {shown(value)}, which looks like a directory. Pass it as checkpoints_dir=: Checkpointer(train_state, '
+                'checkpoints_dir=...).'
             )
 
 

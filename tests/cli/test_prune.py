@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -16,7 +15,7 @@ from support.cli import t5ckpt_cli
 from support.facts import put_facts
 
 import t5ckpt
-from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator, export_weights
+from t5ckpt import Checkpointer, KeepBest, KeepLatest, checkpoints_iterator
 from t5ckpt.catalog.locate import refuse_other_contents
 from t5ckpt.catalog.pin_file import pin_reason
 from t5ckpt.cli.app import app
@@ -411,33 +410,6 @@ def test_it_waits_for_the_next(tmp_path):
     timer.start()
     assert list(checkpoints_iterator(tmp_path, timeout=3, poll_seconds=0.02, hold_seconds=5)) == [1, 2]
     timer.join()
-
-
-# --- weights alone ----------------------------------------------------------------------------------------------------
-
-
-def test_weights_are_exported_beside_the_run(tmp_path):
-    state = {
-        'params': {'w': jnp.full((64, 64), 1.5), 'table': jnp.arange(3)},
-        'opt_state': {'mu': jnp.ones((64, 64))},
-        'step': jnp.int32(7),
-    }
-    with Checkpointer(state, checkpoints_dir=tmp_path / 'run', keep=1) as ck:
-        ck.save(state)
-        done = export_weights(state, tmp_path / 'weights', dtype='bfloat16')
-        assert ck.all_steps() == [7]
-    assert done.step == 7
-    loaded = t5ckpt.load_t5x_checkpoint(tmp_path / 'weights')
-    assert set(loaded) == {'params'}
-    assert loaded['params']['w'].dtype == jnp.bfloat16
-    assert loaded['params']['table'].dtype == jnp.int32
-    with Checkpointer(state, checkpoints_dir=tmp_path / 'tuned') as ck:
-        warm = t5ckpt.WarmStart(tmp_path / 'weights', take=t5ckpt.MODEL)
-        assert t5ckpt.restore_or_init(ck, lambda: state, initial_checkpoint=warm)['params']['w'][0, 0] == 1.5
-    with pytest.raises(ValueError, match='matches no leaf'):
-        export_weights({'w': jnp.ones(3)}, tmp_path / 'other', step=1)
-    with pytest.raises(CheckpointNotFoundError):
-        t5ckpt.find_checkpoint(tmp_path / 'other')
 
 
 def test_iterator_files_of_a_step_that_is_deleted_meanwhile(tmp_path):

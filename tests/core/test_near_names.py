@@ -50,7 +50,6 @@ def restored(run, **options):
         (lambda run: started(run, rename=[('parms/(.*)', r'params/\1')]), "'params/(.*)'"),
         (lambda run: restored(run, resize='parms/.*'), "'params/.*'"),
         (lambda run: restored(run, restore_dtype='bfloat16', cast_leaves='opt_stat/.*'), "cast_leaves='opt_state/.*'"),
-        (lambda run: t5ckpt.export_weights(STATE, run.parent / 'x', take='parms/.*'), "'params/.*'"),
         (
             lambda run: t5ckpt.copy_checkpoint(run, run.parent / 'x', t5ckpt.ConvertOptions(leave=('optstate/.*',))),
             "'opt_state/.*'",

@@ -680,9 +680,11 @@ def save_small(directory, steps):
             ck.save(state(step, leaves=['target/rows']), step=step)
 
 
-def export(directory):
+def save_weights(directory):
     """The weights alone, cast, in a run of their own."""
-    done = t5ckpt.export_weights(state(), directory, dtype='bfloat16', step=7, take='target/(rows|everywhere)')
+    weights = state(leaves=['target/rows', 'target/everywhere'])
+    with checkpointer(directory, weights, save_dtype='bfloat16') as ck:
+        done = ck.save(weights, step=7)
     return None if done is None else done.step
 
 

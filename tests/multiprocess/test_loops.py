@@ -65,8 +65,8 @@ def test_all_come_back_to_the_same_step(four, tmp_path):
         assert 'none of the steps [1, 2]' in text
 
 
-def test_all_export_the_weights_together(four, tmp_path):
-    assert four.run('export', tmp_path) == [7] * 4
+def test_all_save_the_weights_together(four, tmp_path):
+    assert four.run('save_weights', tmp_path) == [7] * 4
     assert t5ckpt.verify(tmp_path, full=True).ok
     found = independent_reader.read(tmp_path / 'checkpoint_7')
     assert sorted(found) == ['target/everywhere', 'target/rows']

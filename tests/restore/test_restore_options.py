@@ -820,7 +820,6 @@ def test_no_cast_loses_a_finite_value_in_silence(tmp_path, dtype, lost, inline_b
         'save_dtype of a jax.Array': lambda: save(
             tmp_path / 'saved', on_device, inline_bytes=inline_bytes, save_dtype=dtype
         ),
-        'export_weights': lambda: t5ckpt.export_weights(state, tmp_path / 'weights', dtype=dtype, step=1),
         'cp': lambda: t5ckpt.copy_checkpoint(
             run / 'checkpoint_1', tmp_path / 'copy', t5ckpt.ConvertOptions(save_dtype=dtype)
         ),

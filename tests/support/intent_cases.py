@@ -201,7 +201,7 @@ COMMON: list[Case] = [
         'train_state state state_dict',
         errors.UnsupportedLeafError,
         'object',
-        lambda s, name: t5ckpt.export_weights({'params': {'w': object()}}, s.out, step=1),
+        lambda s, name: t5ckpt.Checkpointer({'w': np.ones(3)}, checkpoints_dir=s.out).save({'w': object()}, step=1),
     ),
     (
         'COMMON',
@@ -957,13 +957,6 @@ FUNCTIONS: list[Case] = [
         for owner, call in OUTPUTS.items()
     ),
     (
-        'export_weights',
-        'directory',
-        LOG,
-        'Skipping save checkpoint for step 1',
-        lambda s, _: t5ckpt.export_weights(STATE, s.run, take='model/.*'),
-    ),
-    (
         'unpin_checkpoint',
         'ckpt_dir',
         LOG,
@@ -971,27 +964,6 @@ FUNCTIONS: list[Case] = [
         lambda s, _: t5ckpt.unpin_checkpoint(s.run / 'checkpoint_1'),
     ),
     ('convert_checkpoint', 'kind', ValueError, 'flux', lambda s, _: t5ckpt.convert_checkpoint('flux', s.run, s.out)),
-    (
-        'export_weights',
-        'dtype',
-        errors.UnmatchedPattern,
-        '^dtype=bfloat16 casts floating leaves, but the tree has none',
-        lambda s, _: t5ckpt.export_weights(STATE, s.out, dtype='bfloat16', take='model/ids'),
-    ),
-    (
-        'export_weights',
-        'take',
-        ValueError,
-        "take='modell/.*' matches no leaf",
-        lambda s, _: t5ckpt.export_weights(STATE, s.out, take='modell/.*'),
-    ),
-    (
-        'export_weights',
-        'leave',
-        errors.UnmatchedPattern,
-        "leave='modell/.*' matches no leaf",
-        lambda s, _: t5ckpt.export_weights(STATE, s.out, take='model/.*', leave='modell/.*'),
-    ),
     (
         'intersect_state',
         'intersect_state_dict',
@@ -1125,7 +1097,7 @@ def arguments(scene: Scene, owner: str, function: Callable[..., Any]) -> dict[st
 
 
 # They leave nothing behind where they refuse something.
-WRITERS = {'ConvertOptions', 'convert_checkpoint', 'export_weights'}
+WRITERS = {'ConvertOptions', 'convert_checkpoint'}
 
 # Provoked by a test of its own, since the library that is needed takes seconds to load: kind, file, test.
 ELSEWHERE = {

@@ -226,13 +226,6 @@ kind | error | unknown
 values | hint | there are no values to compare
 sample_bytes | error | below 1; a larger one than the checkpoint compares all
 """,
-    'export_weights': """
-step | hint | the step to write
-directory | report | it has the step already: skipped, which is logged
-dtype | error | nothing that is taken is floating
-take leave | error | it matches nothing
-partitioner | hint | as Checkpointer
-""",
     'intersect_state': 'intersect_state_dict | report | what a restore leaves out is logged',
     'load_t5x_checkpoint': """
 state_transformation_fns remap | warning | remap=False leaves the transforms out, as in T5X

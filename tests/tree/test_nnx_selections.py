@@ -37,15 +37,6 @@ def objects(seed):
     return {'params': model, 'opt_state': nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)}
 
 
-def test_an_export_of_the_weights_has_no_rng_stream(tmp_path):
-    state = nnx.state(objects(0))
-    t5ckpt.export_weights(state, tmp_path / 'weights', step=3)
-    assert set(t5ckpt.open_checkpoint(tmp_path / 'weights')) == WEIGHTS
-    # What a caller asks for by a pattern is written.
-    t5ckpt.export_weights(state, tmp_path / 'all', step=3, take='params/.*')
-    assert 'params/noise/key/value' in t5ckpt.open_checkpoint(tmp_path / 'all')
-
-
 def test_a_warm_start_takes_the_weights_and_not_the_streams(tmp_path):
     old = nnx.state(objects(0))
     with t5ckpt.Checkpointer(old, checkpoints_dir=tmp_path / 'old') as ck:

@@ -221,15 +221,6 @@ def test_cast_leaves_without_a_dtype_is_an_error(options):
         options()
 
 
-def test_a_cast_of_the_model_alone_takes_whatever_is_exported(tmp_path):
-    t5ckpt.export_weights(nnx_state(), tmp_path, dtype='bfloat16', take='model/.*')
-    leaves = flat(t5ckpt.load_t5x_checkpoint(tmp_path))
-    assert {name: leaf.dtype.name for name, leaf in leaves.items()} == {
-        'model/dense/kernel': 'bfloat16',
-        'model/ids': 'int64',
-    }
-
-
 def test_a_restore_casts_what_the_template_has_although_none_of_it_is_in_the_checkpoint(tmp_path):
     with t5ckpt.Checkpointer({'opt': KERNEL}, checkpoints_dir=tmp_path) as checkpointer:
         checkpointer.save({'opt': KERNEL}, step=1)

@@ -127,7 +127,6 @@ def test_gin_configures_the_real_parameters(tmp_path):
         (lambda run: SaveOnImprovement('min', 'loss'), "mode must be one of 'max', 'min', got 'loss'"),
         (lambda run: Checkpointer(STATE, checkpoints_dir=run, keep=0), 'keep must be .* None keeps all'),
         (lambda run: SaveBestCheckpointer(STATE, checkpoints_dir=run, keep=0), 'keep must be .* None keeps all'),
-        (lambda run: t5ckpt.export_weights(run, STATE), r'Write export_weights\(train_state, directory\)'),
         (
             lambda run: t5ckpt.load_t5x_checkpoint(3, run),
             'got PosixPath.* The path comes before the step',

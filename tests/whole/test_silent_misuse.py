@@ -22,7 +22,6 @@ FUNCTIONS = {
     'convert_checkpoint': ['flax', '/flax', '/new'],
     'copy_checkpoint': ['/run', '/new'],
     'diff': ['/run', '/run'],
-    'export_weights': [STATE, '/new'],
     'find_checkpoint': ['/run'],
     'get_checkpoint_dir': ['/run', 1],
     'is_pinned_checkpoint': ['/run/checkpoint_1'],

@@ -6,6 +6,7 @@ import re
 import uuid
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest

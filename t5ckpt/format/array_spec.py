@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from t5ckpt.core.keys import is_inside
 from t5ckpt.core.leaf_path import Path, leaf_name
 from t5ckpt.core.text import CURE_OF_DAMAGE
-from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError
+from t5ckpt.errors import CorruptCheckpointError, UnsafeSpecError, UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.chunk_grid import ChunkGrid
 from t5ckpt.format.dtypes import DTYPES, STORED_AS, TYPESTRS, name_of
 from t5ckpt.format.facts import TreeFacts
@@ -48,14 +49,19 @@ METADATA_FILES = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 """The file, or the key in a database, with the metadata of an array, by TensorStore's driver."""
 # The values in a codec.
 _PLAIN = str | int | float | None
+_NO_VALUES = (
+    ': a state transformation runs before arrays are read, so this leaf has only a shape and a dtype in it. Compute with '
+    't5ckpt.open_checkpoint(path)[leaf][...] instead, and pass the result as fallback_state.'
+)
 _IDENTITY_KEYS = {'input_exclusive_max', 'input_inclusive_min', 'input_labels', 'input_rank', 'input_shape'}
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredArray:
+class StoredArray(NDArrayOperatorsMixin):
     """A leaf whose values are stored in an array next to the manifest.
 
-    A restore transform moves it. It is not a mapping, so that functions that rebuild nested dicts treat it as one leaf.
+    A restore transform moves it. It is not a mapping, so that functions that rebuild nested dicts treat it as one leaf. Whatever
+    would compute with it raises UnsupportedLeafError.
 
     Attributes:
       location: relative to the checkpoint's directory, '/'-separated, without a trailing slash: the directory of the chunks, the
@@ -77,6 +83,15 @@ class StoredArray:
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     driver: str = 'zarr'
     stores_all: bool = False
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedLeafError(f'{self.location}{_NO_VALUES}')
+
+    __array__ = __array_ufunc__ = __getitem__ = __len__ = __float__ = __int__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f'. {self.location}{_NO_VALUES}' if hasattr(np.ndarray, name) and name[:1] != '_' else ''
+        raise AttributeError(f'{type(self).__name__} has no attribute {name!r}{hint}')
 
     @property
     def nbytes(self) -> int:

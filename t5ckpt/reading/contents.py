@@ -24,7 +24,6 @@ from t5ckpt.core.text import CURE_OF_DAMAGE
 from t5ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    T5CkptError,
     UnsupportedFormatError,
 )
 from t5ckpt.format.array_spec import StoredArray, checkpoint_leaves
@@ -49,10 +48,6 @@ from t5ckpt.tree.leaf_table import LeafTable, flatten_nested, unflatten
 from t5ckpt.tree.leaves import KeyData, as_key_data
 
 _CURE = f'{CURE_OF_DAMAGE} If it was edited on purpose, leave its entry t5ckpt out and remove integrity.*.json.'
-_TRANSFORM_NOTE = (
-    'A state transformation runs before arrays are read, so a stored array is an object with a shape and a dtype in it. '
-    't5ckpt.open_checkpoint(path)[leaf][...] reads the values of one.'
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,27 +163,30 @@ def read_contents(located: Located, *, logs_items: bool = True) -> Contents:
     return decode_contents(located, read_raw(located), logs_items=logs_items)
 
 
-def decode_contents(located: Located, raw: RawFiles, *, logs_items: bool = True) -> Contents:
+def decode_contents(
+    located: Located, raw: RawFiles, *, logs_items: bool = True, wanted: Collection[str] = ()
+) -> Contents:
     """Decodes the manifest, of any layout, and the facts if there are any.
 
     Args:
       located: the checkpoint.
       raw: its files, from :func:`read_raw`.
       logs_items: logs the items of Orbax and the arrays of zarr that are not read.
+      wanted: see :func:`read_orbax`.
 
     Raises:
       FormatError: the manifest or the facts do not decode, or are in another format.
       CheckpointNotFoundError: the checkpoint was deleted since it was located.
     """
     with Identity(located, raw.versions).checked_on_failure():
-        return _decoded(located, raw, logs_items)
+        return _decoded(located, raw, logs_items, wanted)
 
 
-def _decoded(located: Located, raw: RawFiles, logs_items: bool = True) -> Contents:
+def _decoded(located: Located, raw: RawFiles, logs_items: bool = True, wanted: Collection[str] = ()) -> Contents:
     files = CheckpointFiles.of(located)
     if raw.manifest is None:
         of_levanter = is_levanter(located.storage, located.directory)
-        orbax = None if of_levanter else read_orbax(files, logs_items=logs_items)
+        orbax = None if of_levanter else read_orbax(files, logs_items=logs_items, wanted=wanted)
         orbax = orbax or read_zarr_tree(files, logs_items=logs_items)
         return Contents(located, orbax.manifest, orbax.facts, left_out=orbax.left_out)
     if is_tensor_file(located.manifest):
@@ -284,13 +282,7 @@ def leaves_of(
         return before, tree_facts
     state: Any = unflatten(before)
     for fn in transforms:
-        try:
-            state = fn(state, template)
-        except T5CkptError:
-            raise
-        except Exception as error:
-            error.add_note(_TRANSFORM_NOTE)
-            raise
+        state = fn(state, template)
         if not isinstance(state, Mapping):
             raise UnsupportedFormatError(
                 f'the state transformation {fn!r:.80} returned {type(state).__name__}, expected the new state dict.'

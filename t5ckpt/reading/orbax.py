@@ -11,6 +11,7 @@ by the orbax of 2023):
 
 A step directory contains the tree itself or directories of items. Its only tree is read. Of several, ``state`` (T5X), ``default``
 or ``pytree`` (Orbax) is read, and a warning names the others; without one of these names, all are read as one dict by item.
+A template whose keys are names of items, and not of that tree, reads these items as one dict.
 """
 
 from __future__ import annotations
@@ -85,22 +86,33 @@ class OrbaxContents:
     left_out: tuple[str, ...] = ()
 
 
-def read_orbax(files: CheckpointFiles, *, logs_items: bool) -> OrbaxContents | None:
-    """Reads the tree of an Orbax directory, without reading arrays; with ``logs_items`` logs the items that are not read.
+def read_orbax(files: CheckpointFiles, *, logs_items: bool, wanted: Collection[str] = ()) -> OrbaxContents | None:
+    """Reads the tree of an Orbax directory, without reading arrays.
 
-    Returns None for a directory without a tree of Orbax.
+    Args:
+      files: of the directory.
+      logs_items: logs the items that are not read.
+      wanted: the keys of the template, which may be items.
+
+    Returns:
+      None for a directory without a tree of Orbax.
     """
     trees = _trees(files.storage, files.directory)
     if not trees:
         return None
-    left_out = () if trees == [''] else _items(files.storage, files.directory, trees)
-    if logs_items:
-        _log_items(files.storage, files.directory, trees, left_out)
     read = {item: _read_tree(files, item) for item in trees}
+    by_item = len(trees) > 1
+    if trees[0] in _ITEMS[1:] and not {path[0] for path in read[trees[0]] if path}.issuperset(wanted):
+        items = _items(files.storage, files.directory, ())
+        if all(name in items and files.storage.is_file(join(files.directory, name, TREE_METADATA)) for name in wanted):
+            read, by_item = {item: _read_tree(files, item) for item in wanted}, True
+    left_out = () if trees == [''] else _items(files.storage, files.directory, read)
+    if logs_items:
+        _log_items(files.storage, files.directory, [*read], left_out)
     state: LeafTable = {}
     keys: dict[Path, str] = {}
     for item, table in read.items():
-        prefix = (item,) if len(trees) > 1 else ()
+        prefix = (item,) if by_item else ()
         state |= {(*prefix, *path) or BARE_ARRAY: leaf for path, leaf in table.items()}
         impls = _key_impls(files, item, table)
         keys |= {(*prefix, *path) or BARE_ARRAY: impl for path, impl in impls.items()}

@@ -12,11 +12,12 @@ from typing import Any
 
 from t5ckpt.catalog.locate import Located
 from t5ckpt.core.keys import join
-from t5ckpt.core.leaf_path import Path, leaf_name
+from t5ckpt.core.leaf_path import Path, leaf_name, path_of
 from t5ckpt.core.loaded import READ_EVENT, record_duration
-from t5ckpt.core.text import counted, human_bytes
+from t5ckpt.core.text import counted, human_bytes, some_of
 from t5ckpt.datasets import warn_of_unused
 from t5ckpt.distributed.rounds import Phase
+from t5ckpt.errors import TreeMismatchError, mismatch_error
 from t5ckpt.planning.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from t5ckpt.reading.array_reader import ArrayReader, reader_of
 from t5ckpt.reading.contents import Contents, leaves_of
@@ -95,7 +96,8 @@ def _find(request: RestoreRequest) -> _Found:
             'lazy_parameters: LazyArrays cannot be put on devices, and the partitioner has params_on_devices=True. '
             'Set it to False, or restore without lazy_parameters.'
         )
-    contents, view, choice = contents_to_restore(request), flatten_state(request.template), request.choice
+    choice = request.choice
+    contents, view = contents_to_restore(request)
     held, facts = leaves_of(contents, request.transforms, unflatten(view.table) if request.transforms else {})
     paths = choice.sources(held, view.table, repeats=request.repeats)
     leaves = {path: held[old] for path, old in paths.items()}
@@ -126,7 +128,17 @@ def _plan(request: RestoreRequest, found: _Found) -> RestorePlan:
         on_devices=not request.lazy,
         resize=request.choice.patterns['resize'],
     )
-    plan = plan_restore(found.leaves, found.templates, options, contents.located.url)
+    where = contents.located.url
+    try:
+        plan = plan_restore(found.leaves, found.templates, options, where)
+    except TreeMismatchError as error:
+        keys = {path_of(each.leaf)[0] for each in error.problems if each.kind == 'missing'}
+        items = sorted(keys.intersection(contents.left_out))
+        if not items:
+            raise
+        # Without rules of ``rename``, which would take the leaves of the item that is read.
+        others = f'of whose items of Orbax {some_of(items, 8)} is not read, path={where}/{items[0]} reads it,'
+        raise mismatch_error(error.problems, f'{where}, {others}') from error
     report_plan(plan, request, contents, table, asked)
     return plan
 

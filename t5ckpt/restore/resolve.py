@@ -15,6 +15,7 @@ from t5ckpt.errors import CheckpointNotFoundError, DisagreementError, RemoteErro
 from t5ckpt.reading.contents import Contents, RawFiles, decode_contents, read_raw
 from t5ckpt.restore.request import RestoreRequest
 from t5ckpt.storage import is_same_kind
+from t5ckpt.tree.train_state import StateView, flatten_state
 
 # The name of a file may have any bytes.
 _UNICODE_ERRORS = 'surrogateescape'
@@ -52,19 +53,24 @@ def _find(request: RestoreRequest) -> tuple[Located, RawFiles]:
     return located, read_raw(located, checksums=request.reading.verifies)
 
 
-def contents_to_restore(request: RestoreRequest) -> Contents:
+def contents_to_restore(request: RestoreRequest) -> tuple[Contents, StateView]:
     """Finds the checkpoint and reads its manifest and facts on process 0, which shares them with all processes.
+
+    Returns:
+      The contents, and the view of the template, whose keys may be items of Orbax.
 
     Raises:
       CheckpointNotFoundError: it does not exist, or it is a part of a checkpoint and ``request`` has no ``local_part``.
       FormatError: it is damaged, or of a newer version.
     """
     located, raw = _located_files(request)
-    contents, part = decode_contents(located, raw), request.local_part
+    view, part = flatten_state(request.template), request.local_part
+    contents = decode_contents(located, raw, wanted=dict.fromkeys(path[0] for path in view.table))
     if part is None:
         contents.check_not_part()
-        return contents
-    return dataclasses.replace(contents, checksums=part.checksums) if request.reading.verifies else contents
+    elif request.reading.verifies:
+        contents = dataclasses.replace(contents, checksums=part.checksums)
+    return contents, view
 
 
 def _located_files(request: RestoreRequest) -> tuple[Located, RawFiles]:

@@ -77,6 +77,26 @@ def test_items_that_are_not_read_are_named(tmp_path, caplog):
     assert set(t5ckpt.open_checkpoint(tmp_path / 'run/10/opt')) == {'mu'}
 
 
+def test_a_template_by_item_reads_the_items_that_it_names(tmp_path):
+    items = {name: {'w': np.full(3, value), 'b': np.zeros(2)} for name, value in (('state', 1.0), ('ema', 2.0))}
+    with ocp.CheckpointManager(tmp_path / 'run') as manager:
+        saves = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+        manager.save(7, args=ocp.args.Composite(**saves, config=ocp.args.JsonSave({'a': 1})))
+    for template in (items, {'ema': items['ema']}):
+        restored = t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path / 'run').restore()
+        assert {name: tree['w'].tolist() for name, tree in restored.items()} == {
+            name: tree['w'].tolist() for name, tree in template.items()
+        }
+    # The item that is read by default goes first, if it has the keys of the template.
+    assert t5ckpt.Checkpointer(items['state'], checkpoints_dir=tmp_path / 'run').restore()['w'].tolist() == [1.0] * 3
+    for template in ({**items, 'step': 0}, {**items['state'], 'ema': items['ema']}):
+        with pytest.raises(errors.TreeMismatchError, match='items of Orbax') as caught:
+            t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path / 'run').restore()
+        # A rule would take the leaves of one item for those of the other.
+        assert caught.value.rename == ()
+        assert f'ema is not read, path={tmp_path}/run/7/ema reads it' in str(caught.value)
+
+
 def test_the_only_tree_is_read_whatever_its_name(tmp_path, caplog):
     items = {'model': ocp.args.StandardSave({'w': np.ones(3)}), 'extra': ocp.args.JsonSave({'a': 1})}
     with ocp.CheckpointManager(tmp_path / 'run') as manager:

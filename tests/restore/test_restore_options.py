@@ -903,12 +903,19 @@ def test_the_cure_for_another_shape_or_kind_of_dtype(tmp_path):
 
         np.testing.assert_array_equal(reader.restore(state_transformation_fns=[replace])['params']['w'], wanted)
 
-    def half(state, template):
-        return {'params': {'w': state['params']['w'][:150]}}
+    for compute in (
+        lambda w: w[:150], lambda w: w * 2, lambda w: 1 - w, np.asarray, jnp.asarray, np.sum, list, len, float,
+        lambda w: w.astype(np.int32), lambda w: w.mean(),
+    ):  # fmt: skip
 
-    with pytest.raises(TypeError) as raised:
-        reader.restore(state_transformation_fns=[half])
-    assert 'a stored array is an object with a shape and a dtype in it' in raised.value.__notes__[0]
+        def computed(state, template, compute=compute):
+            assert state['params']['w'].shape == stored.shape
+            return {'params': {'w': compute(state['params']['w'])}}
+
+        with pytest.raises(
+            (TypeError, AttributeError), match=r'params.w: a state transformation runs before.*fallback_state'
+        ):
+            reader.restore(state_transformation_fns=[computed])
     rename = functools.partial(t5ckpt.apply_assignment_map, assignment_map=[('params/w', 'params/old')])
     with pytest.raises(MissingLeaves) as missing:
         reader.restore(state_transformation_fns=[rename])

@@ -164,8 +164,8 @@ class Checkpointer:
         self._steps: RunFacts = self._retention if tier is None else tier
         saves_to, retention = (self._storage, self._retention) if tier is None else (tier.storage, tier.retention)
         codec = compression_for(options.compression, saves_to)
-        # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later.
-        asked = None if isinstance(keep_policy, KeepAll) else metric_source
+        # SaveBestCheckpointer without keep: an explicit KeepAll whose ``keep`` may be set later. A reader asks for ``metrics``.
+        asked = None if read_only or isinstance(keep_policy, KeepAll) else metric_source
         warn_of_idle(policy, asked, dataset, keep_dataset_checkpoints, use_gda)
         # The last makes a policy of ``keep``; None if the caller passed a policy.
         self._keep, self._is_closed, self._policy_of_keep = keep, False, _latest if keep_policy is None else None
@@ -473,8 +473,7 @@ class Checkpointer:
         if self._tier is not None:
             self._tier.close()
         self.check_for_errors()
-        if self._restorer.saving is not None:
-            self._schedule.warn_if_unused()
+        self._schedule.warn_at_end(has_saved=self._restorer.saving is not None)
 
     # --- restoring ---------------------------------------------------------------------------------------------------
 

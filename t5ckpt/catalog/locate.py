@@ -313,7 +313,10 @@ def locate(
         if name and outer.is_file(index):
             raise UnsupportedFormatError(f'{path}.index is {foreign_among([index])[0][1]}.')
         number = step_of(name)
-        raise no_checkpoint(storage) if number is None else no_step(outer, number, listing(outer))
+        run = name.rpartition('@')[0]
+        is_command = run != '' and outer.kind(run) == 'dir'
+        notes = ['@ belongs to the command line: pass step=, or the path of the step.'] * is_command
+        raise no_checkpoint(storage, *notes) if number is None else no_step(outer, number, listing(outer))
     if step is None:
         # Beside steps it is a file of TensorFlow, or a run was started here.
         if storage.is_file(MANIFEST) and (step_of(name) is not None or newest(storage) is None):

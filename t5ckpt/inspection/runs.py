@@ -89,7 +89,7 @@ class Run(Mapping[int, CheckpointView]):
         return dict(self._retention().metrics_at(None if step is None else integer('step', step)))
 
     def best_step(self, metric: str | None = None, mode: str | None = None) -> int | None:
-        """The step that is best by a metric, as ``Checkpointer.best_step`` returns it.
+        """The step that is best by a metric of the steps, or of TensorBoard's event files in the run's directory.
 
         Args:
           metric: its name; None takes the metric of the latest step's keep policy.

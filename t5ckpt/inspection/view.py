@@ -210,14 +210,15 @@ class CheckpointView(Mapping[str, LazyArray]):
         raise KeyError(f'{where if len(where) <= 200 else shown(where)}: no such leaf in {self.path}.{hint}')
 
     def select(self, pattern: str) -> CheckpointView:
-        """A view of the leaves of a name, a group or a pattern.
+        """A view of the leaves of a name, a group or a pattern, by their whole names.
 
         Raises:
           CheckpointNotFoundError: no leaf matches.
         """
-        path = path_of(pattern)
-        if path in self._leaves:
-            return self._part({path: self._leaves[path]}, ())
+        group = path_of(pattern)
+        leaves = {path: leaf for path, leaf in self._leaves.items() if path[: len(group)] == group}
+        if leaves:
+            return self._part(leaves, ())
         try:
             return self[pattern]
         except KeyError as error:

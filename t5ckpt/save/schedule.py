@@ -226,11 +226,19 @@ class SaveSchedule:
             if state is not None and state.last_step == step:
                 state.last_step = latest
 
-    def warn_if_unused(self) -> None:
-        """Warns if a save policy or ``preempted=`` was passed and never used; called at the end, if steps were saved."""
+    def warn_at_end(self, *, has_saved: bool) -> None:
+        """Warns if a save policy or ``preempted=`` was passed and never used, or no step was saved after a preemption."""
+        view = self._view
+        if self.should_stop and view is not None and not view.handled and view.last_step != self._updated_at:
+            _log.warning(
+                't5ckpt: step %d was not saved when the job was preempted; the last saved step is %s. Join SaveOnPreemption() to '
+                'save_policy, or save when should_stop is set.',
+                self._updated_at,
+                view.last_step,
+            )
         given = {'save_policy': self._policy, 'preempted': self._preempted}
         names = ' and '.join(name for name, value in given.items() if value is not None)
-        if not names or self.is_used or self._coordinator.processes_of_job().index != 0:
+        if not has_saved or not names or self.is_used or self._coordinator.processes_of_job().index != 0:
             return
         methods = 'maybe_save' if self._policy is not None else 'maybe_save or reached_preemption'
         text = (

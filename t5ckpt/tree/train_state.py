@@ -172,7 +172,8 @@ def step_to_save(state: Any, table: LeafTable, step: int | None) -> int:
     """
     value: Any = step if step is not None else _found_step(state, table)
     if value is None:
-        raise ValueError('the state has no step (no attribute or leaf "step"): pass step= to save.')
+        near = [f'; it has {leaf_name(path)}' for path in table if 'step' in path][:1]
+        raise ValueError(f'the state has no step (no attribute or leaf "step"{"".join(near)}): pass step= to save.')
     check_has_values(('step',), value)
     if isinstance(value, LazyArray):
         value = value.get()

@@ -364,6 +364,22 @@ def test_diff_does_not_say_the_same_thing_twice(tmp_path):
     assert [row.split() for row in rows] == [['layer', 'leaves', 'relative', 'largest'], ['layers_0', '1', '2', '2']]
 
 
+def test_diff_of_a_group_prints_names_that_cat_takes(tmp_path):
+    for step in (1, 2):
+        state = {'target': {'w': np.full(3, step), 'b': np.zeros(2)}, 'other': np.full(2, step)}
+        with t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path) as checkpointer:
+            checkpointer.save(state, step=step)
+    rows = t5ckpt_cli('diff', f'{tmp_path}@1', f'{tmp_path}@2', 'target', code=1).splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ['target/w']
+    assert t5ckpt_cli('cat', f'{tmp_path}@1', rows[0].split()[0]) == '[1 1 1]\n'
+
+
+def test_in_python_the_step_is_not_part_of_the_path(run_dir):
+    with pytest.raises(t5ckpt.errors.CheckpointNotFoundError, match='@ belongs to the command line: pass step='):
+        t5ckpt.open_checkpoint(f'{run_dir}@100')
+    assert '@ belongs' not in t5ckpt_cli('show', f'{run_dir}-not@100', code=3)
+
+
 def test_a_directory_of_runs_names_them(run_dir, tmp_path):
     shutil.copytree(run_dir, tmp_path / 'first')
     shutil.copytree(run_dir / 'checkpoint_100', tmp_path / 'second' / '100')

@@ -319,6 +319,25 @@ def test_preemption_saves_once_and_goes_on_asking_to_stop(tmp_path):
         assert ck.should_stop
 
 
+@pytest.mark.parametrize('cure', ['', 'policy', 'by hand'])
+def test_a_preemption_that_no_policy_saves_is_told(tmp_path, caplog, cure):
+    policy = SaveEvery(100) | SaveOnPreemption() if cure == 'policy' else SaveEvery(100)
+    told = []
+    options = {'save_policy': policy, 'preempted': lambda: bool(told)}
+    with Checkpointer(state(), checkpoints_dir=tmp_path, **with_options(**options)) as ck:
+        ck.maybe_save(100, state())
+        told.append(1)
+        ck.maybe_save(150, state())
+        assert ck.should_stop
+        if cure == 'by hand':
+            ck.save(state(), step=150)
+    assert t5ckpt.all_steps(tmp_path) == ([100, 150] if cure else [100])
+    warnings = [record.message for record in caplog.records if record.levelname == 'WARNING']
+    assert (
+        warnings == [] if cure else 'step 150 was not saved' in warnings[0] and 'last saved step is 100' in warnings[0]
+    )
+
+
 def test_a_notice_belongs_in_the_main_thread():
     errors = []
 

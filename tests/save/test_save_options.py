@@ -55,6 +55,20 @@ def test_constructor_options(options, tmp_path):
     assert repr(value)[:80] in str(caught.value)
 
 
+@pytest.mark.filterwarnings('error')
+def test_an_evaluator_reads_a_metric_source_without_a_keep_policy(tmp_path):
+    source = t5ckpt.TensorBoardMetrics(tmp_path)
+    Checkpointer(STATE, checkpoints_dir=tmp_path, metric_source=source, read_only=True).close()
+    with pytest.raises(t5ckpt.errors.NoEffectWarning, match='metric_source has no effect'):
+        Checkpointer(STATE, checkpoints_dir=tmp_path, metric_source=source)
+
+
+def test_a_step_that_is_not_where_it_is_looked_for_is_named(tmp_path):
+    state = {'optimizer': {'step': {'value': np.int32(7)}}, **STATE}
+    with pytest.raises(ValueError, match=r'no step .*it has optimizer/step/value\): pass step='):
+        Checkpointer(state, checkpoints_dir=tmp_path).save(state)
+
+
 @pytest.mark.skipif(np.dtype(np.longdouble) == np.float64, reason='is float64 here')
 @pytest.mark.parametrize('option', ['save_dtype', 'restore_dtype'])
 def test_a_cast_to_a_dtype_that_no_checkpoint_has(option, tmp_path):

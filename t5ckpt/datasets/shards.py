@@ -193,11 +193,12 @@ class DatasetState:
             ) from error
 
 
-def warn_of_unused(storage: Storage, directory: str, *, of_orbax: bool) -> None:
-    """Logs a warning if a trainer without an iterator restores a checkpoint with an iterator's state."""
+def warn_of_unused(storage: Storage, directory: str, level: int, *, of_orbax: bool) -> None:
+    """Logs a message if a trainer without an iterator restores a checkpoint with an iterator's state."""
     positions = positions_in(storage, directory, of_orbax=of_orbax)
     if positions:
-        _log.warning(
+        _log.log(
+            level,
             't5ckpt: %s has data-iterator state (%s), but this trainer has no dataset_iterator, so the data does not continue '
             'where it stopped',
             storage.url(directory),

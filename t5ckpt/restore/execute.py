@@ -203,5 +203,7 @@ def _move_iterator(request: RestoreRequest, reader: ArrayReader, contents: Conte
         )
         return '' if text is None else f'; {text}'
     if request.round.is_leader and request.continues:
-        warn_of_unused(storage, directory, of_orbax=not located.manifest)
+        # A restore from another run begins a training with data of its own.
+        is_own = request.path is None or storage.url() == request.storage.url()
+        warn_of_unused(storage, directory, logging.WARNING if is_own else logging.INFO, of_orbax=not located.manifest)
     return ''

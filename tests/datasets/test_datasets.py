@@ -411,6 +411,15 @@ def test_a_trainer_without_iterator_leaves_the_position_and_says_so(run_dir, cap
     assert 'has data-iterator state (train_ds-000-of-001), but this trainer has no' in record.getMessage()
 
 
+def test_a_restore_from_another_run_without_iterator_is_not_warned_of(run_dir, tmp_path, caplog):
+    with checkpointer(run_dir, GetSet()) as ck:
+        ck.save(STATE, step=1)
+    with caplog.at_level(logging.INFO, 't5ckpt'), checkpointer(tmp_path / 'new') as ck:
+        ck.restore(path=run_dir)
+    (record,) = [record for record in caplog.records if 'data-iterator state' in record.message]
+    assert record.levelno == logging.INFO
+
+
 @pytest.mark.parametrize('iterator', [None, GetSet()])
 def test_nothing_is_said_when_both_have_one_or_neither(run_dir, caplog, iterator):
     with caplog.at_level(logging.WARNING, 't5ckpt'), checkpointer(run_dir, iterator) as ck:

@@ -58,8 +58,9 @@ def load_t5x_checkpoint(
         on access; they are writable, and writes stay in memory.
 
     Returns:
-      Nested dicts; leaves are NumPy arrays or scalars, LazyArrays, None, or empty containers. Python numbers and strings are
-      restored if the facts record them; typed PRNG keys are returned as their uint32 data.
+      Nested dicts, with the keys '0', '1', ... for lists and tuples; leaves are NumPy arrays or scalars, LazyArrays, None, or
+      empty containers. Python numbers and strings are restored if the facts record them; typed PRNG keys are returned as their
+      uint32 data.
 
     Raises:
       CheckpointNotFoundError: no such checkpoint.

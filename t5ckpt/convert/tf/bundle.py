@@ -117,7 +117,7 @@ def _checksum_function() -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             'reading a TensorFlow checkpoint needs google-crc32c: pip install google-crc32c, or pip install '
-            "'t5ckpt[tf]'"
+            "'.[tf]' in the checkout of t5ckpt"
         ) from error
     return google_crc32c.extend
 

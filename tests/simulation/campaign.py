@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from support.nursery import Nursery, Process
+
 OWN_SCENARIOS = 'simulation.scenarios'
+_TESTS = Path(__file__).resolve().parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,18 +167,12 @@ def _run(
 ) -> Iterator[tuple[str, Campaign]]:
     """Starts a worker for each job; yields each scenario when all of its workers have explored it."""
     with contextlib.ExitStack() as stack:
-        running: list[tuple[Sequence[str], subprocess.Popen[str], IO[str]]] = []
+        running: list[tuple[Sequence[str], Process, IO[str]]] = []
         for job in jobs:
             if job['scenarios'] and job['count']:
-                words = json.dumps(job | {'module': module, 'report': report})
+                order = job | {'module': module, 'report': report, 'path': os.fspath(path or _TESTS.parent)}
                 errors = stack.enter_context(tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace'))
-                worker = subprocess.Popen(
-                    [sys.executable, '-P', '-m', 'simulation.worker', words],
-                    env=_environment(path),
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
+                worker = _nursery().start(order, stdout=subprocess.PIPE, stderr=errors)
                 stack.enter_context(worker)
                 stack.callback(worker.kill)
                 running.append((job['scenarios'], worker, errors))
@@ -186,7 +184,7 @@ def _run(
             yield name, campaign
 
 
-def _line(worker: subprocess.Popen[str], errors: IO[str]) -> Mapping[str, Any]:
+def _line(worker: Process, errors: IO[str]) -> Mapping[str, Any]:
     """The line that a worker prints about the next of its scenarios."""
     line = '' if worker.stdout is None else worker.stdout.readline()
     if not line:
@@ -208,7 +206,9 @@ def _jobs(
     return [{'scenarios': [*scenarios], 'first': part.start, 'count': len(part), 'switches': None} for part in parts]
 
 
-def _environment(path: str | os.PathLike[str] | None) -> dict[str, str]:
-    tests = Path(__file__).resolve().parents[1]
-    below = os.pathsep.join([str(path or tests.parent), str(tests), *filter(None, [os.environ.get('PYTHONPATH')])])
-    return {**os.environ, 'PYTHONPATH': below, 'PYTHONHASHSEED': '0', 'JAX_PLATFORMS': 'cpu'}
+@functools.cache
+def _nursery() -> Nursery:
+    below = os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get('PYTHONPATH')])])
+    nursery = Nursery('simulation.worker', {'PYTHONPATH': below, 'PYTHONHASHSEED': '0', 'JAX_PLATFORMS': 'cpu'})
+    atexit.register(nursery.close)
+    return nursery

@@ -8,7 +8,7 @@ from simulation.campaign import simulate
 from simulation.scenarios import SCENARIOS
 
 # 10,000 in all; `make soak` sets a million.
-SCHEDULES = int(os.environ.get('T5CKPT_SCHEDULES', '10000'))
+SCHEDULES = int(os.environ.get('T5CKPT_SCHEDULES', '20000'))
 
 ONE_SWITCH = (
     *('save', 'prune', 'remove', 'remove-twice', 'keep', 'overwrite', 'again', 'strip', 'far-clocks'),

@@ -1,4 +1,7 @@
-"""A process of a campaign: takes a job of ``campaign.simulate`` in JSON, and prints one line of JSON for each scenario."""
+"""A process of a campaign: takes a job of ``campaign.simulate``, and prints one line of JSON for each scenario.
+
+Forks of one process, which has loaded the libraries and not the package.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+
+import flax.serialization  # noqa: F401 - loaded once
+import jax  # noqa: F401
+import tensorstore  # noqa: F401
 
 from simulation import virtual
 from simulation.report import Explored
@@ -66,9 +73,10 @@ def explore(job: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str]) -> None:
-    """Runs one job."""
-    job = json.loads(arguments[0])
+def main(job: dict[str, Any]) -> None:
+    """Runs one job, with the package below ``job['path']``."""
+    sys.path.insert(0, job['path'])
+    virtual.enter()
     logging.disable(logging.CRITICAL)
     importlib.import_module(job['module'])
     # Collecting while a schedule runs would take a sixth of the time.
@@ -79,8 +87,3 @@ def main(arguments: list[str]) -> None:
     sys.setswitchinterval(1.0)
     for name in job['scenarios']:
         print(json.dumps(explore(job, name)), flush=True)
-
-
-if __name__ == '__main__':
-    virtual.enter()
-    main(sys.argv[1:])

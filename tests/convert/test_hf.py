@@ -119,6 +119,20 @@ def test_the_names_and_axes_are_those_of_the_issue(tmp_path: pathlib.Path):
     assert sum(values.size for values in new.values()) == sum(values.size for values in old.values())
 
 
+def test_a_second_norm_is_written_for_versions_before_5_24_which_scale_umt5(tmp_path: pathlib.Path):
+    t5ckpt.convert_checkpoint('to-hf', write_t5(tmp_path / 'run', VARIANTS['umt5']), tmp_path / 'hf')
+    config = json.loads((tmp_path / 'hf/config.json').read_text())
+    newer, newest = (json.loads((tmp_path / 'hf' / name).read_text()) for name in config.pop('configuration_files'))
+    assert newest == config, '5.24 scales no untied logits, like version 4'
+    places = json.loads((tmp_path / 'hf' / newer['transformers_weights']).read_text())['weight_map']
+    name = 'decoder.final_layer_norm.weight'
+    larger = safetensors.numpy.load_file(tmp_path / 'hf' / places[name])
+    assert list(larger) == [name]
+    plain = tensors_in(tmp_path / 'hf')
+    assert set(places) == set(plain)
+    np.testing.assert_allclose(larger[name], plain[name] * np.sqrt(VARIANTS['umt5'].width), rtol=1e-7)
+
+
 def test_long_t5_with_transient_global_attention(tmp_path: pathlib.Path):
     tree = long_t5(transient_global=True)
     t5ckpt.convert_checkpoint('to-hf', write(tmp_path / 'run', tree), tmp_path / 'hf')

@@ -8,7 +8,8 @@ Special cases in transformers, as of 4.57, 5.23 and 5.24:
 - ``tie_word_embeddings`` determines both the weights of the logits and whether the decoder's output is multiplied by
   d_model**-0.5. T5X does both or neither, so the flag is always written.
 - Version 5 keeps the flag's meaning for T5, LongT5 and Switch (``scale_decoder_outputs``). mT5 is never scaled, so mT5 with tied
-  logits is refused. Versions 5.0 to 5.23 scale every UMT5, also with separate logits and those that Google published.
+  logits is refused. UMT5 is always scaled before 5.24, also with separate logits, so the caller writes a second final norm,
+  larger by sqrt(d_model), which 5.0 to 5.23 load.
 - With separate logits, LongT5 and Switch in version 4 load an embedding for each tower under its own name.
 - Switch has experts in layers ``i % step == 1``, Flaxformer in layers ``i % step == step - 1``. These agree if all layers or
   every second one have experts; other models have no class.
@@ -218,6 +219,11 @@ def _sparse_layers(model: T5Model, tower: str) -> int:
             'every n-th from layer 1 on.'
         )
     return len(sparse)
+
+
+def needs_larger_norm(model: T5Model, config: Mapping[str, Any]) -> bool:
+    """Whether versions 5.0 to 5.23 of transformers scale the logits although T5X does not."""
+    return config['model_type'] == 'umt5' and not model.tied and model.layers['decoder'] > 0
 
 
 def needs_embed_tokens(model: T5Model, config: Mapping[str, Any]) -> bool:

@@ -28,6 +28,7 @@ from t5ckpt.convert.huggingface.config import (
     attention_of,
     config_of,
     needs_embed_tokens,
+    needs_larger_norm,
     read_config,
 )
 from t5ckpt.convert.huggingface.model import model_of_leaves
@@ -44,6 +45,13 @@ from t5ckpt.storage.durable import write_synced
 _WEIGHTS = 'model.safetensors'
 _INDEX = f'{_WEIGHTS}.index.json'
 _CONFIG = 'config.json'
+# 'configuration_files' in config.json names these: versions 5.0 to 5.23 of transformers load the first one, later ones the
+# second one; see config.py.
+_CONFIG_5 = 'config.5.0.0.json'
+_CONFIG_5_24 = 'config.5.24.0.json'
+_INDEX_5 = 'model-transformers-5.safetensors.index.json'
+_NORM_5 = 'norm-transformers-5.safetensors'
+_FINAL_NORM = 'decoder.final_layer_norm.weight'
 _EMBEDDING = 'shared.weight'
 _COPIES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 _OURS = ('.safetensors', '.safetensors.index.json')
@@ -57,7 +65,7 @@ class _Plan:
       pairs: arrays and their tensors.
       arrays: by name.
       dtypes: of the output, by array.
-      shards: tensors, by file name.
+      shards: tensors, by file name; with another final norm for versions 5.0 to 5.23 of transformers, if they need one.
       config: of the model.
       metadata: of each file.
       copies: tensors that are copies of the embedding.
@@ -74,15 +82,22 @@ class _Plan:
     @functools.cached_property
     def weight_map(self) -> dict[str, str]:
         """The file of each tensor."""
-        return {spec.name: file for file, specs in self.shards.items() for spec in specs}
+        return {spec.name: file for file, specs in self.shards.items() if file != _NORM_5 for spec in specs}
 
     @property
     def texts(self) -> dict[str, Any]:
         """The contents of the JSON files, by name."""
-        if list(self.shards) == [_WEIGHTS]:
-            return {_CONFIG: self.config}
-        metadata = {'total_size': sum(spec.nbytes for specs in self.shards.values() for spec in specs)}
-        return {_CONFIG: self.config, _INDEX: {'metadata': metadata, 'weight_map': self.weight_map}}
+        sizes = {spec.name: spec.nbytes for specs in self.shards.values() for spec in specs}
+        metadata = {'total_size': sum(sizes.values())}
+        files: dict[str, Any] = {_CONFIG: dict(self.config)}
+        if list(self.shards) != [_WEIGHTS]:
+            files[_INDEX] = {'metadata': metadata, 'weight_map': self.weight_map}
+        if _NORM_5 in self.shards:
+            files[_CONFIG] |= {'configuration_files': [_CONFIG_5, _CONFIG_5_24]}
+            files[_CONFIG_5_24] = dict(self.config)
+            files[_CONFIG_5] = {**self.config, 'transformers_weights': _INDEX_5}
+            files[_INDEX_5] = {'metadata': metadata, 'weight_map': {**self.weight_map, _FINAL_NORM: _NORM_5}}
+        return files
 
 
 def export_hf(
@@ -118,7 +133,7 @@ def export_hf(
 
 
 def _is_exported_file(name: str) -> bool:
-    return name.endswith(_OURS) or name == _CONFIG
+    return name.endswith(_OURS) or name in (_CONFIG, _CONFIG_5, _CONFIG_5_24)
 
 
 def _plan(source: Source, options: ConvertOptions) -> _Plan:
@@ -138,21 +153,26 @@ def _plan(source: Source, options: ConvertOptions) -> _Plan:
     specs = [TensorSpec(name, dtypes[pair.leaf], pair.tensor_shape) for pair in pairs for name in pair.tensors]
     copies = _COPIES if needs_embed_tokens(model, config) else ()
     specs += [dataclasses.replace(spec, name=name) for spec in specs if spec.name == _EMBEDDING for name in copies]
-    shards = _shards(specs, options.max_shard_bytes)
+    shards = _shards(specs, options.max_shard_bytes, needs_larger_norm(model, config))
     metadata = {'format': 'pt', LAYOUT_KEY: json.dumps({'step': source.step, **dataclasses.asdict(layout)})}
     return _Plan(pairs, arrays, dtypes, shards, config, metadata, copies)
 
 
-def _shards(specs: Sequence[TensorSpec], limit: int) -> dict[str, list[TensorSpec]]:
-    """Assigns tensors to files, in order."""
+def _shards(specs: Sequence[TensorSpec], limit: int, has_two_norms: bool) -> dict[str, list[TensorSpec]]:
+    """Assigns tensors to files, in order; with two final norms each of them to a separate file, after the others."""
+    norm = [spec for spec in specs if has_two_norms and spec.name == _FINAL_NORM]
     files: list[list[TensorSpec]] = [[]]
     for spec in specs:
+        if spec in norm:
+            continue
         if files[-1] and sum(other.nbytes for other in files[-1]) + spec.nbytes > limit:
             files.append([])
         files[-1].append(spec)
+    files += [norm] if norm else []
     if len(files) == 1:
         return {_WEIGHTS: files[0]}
-    return {f'model-{i:05}-of-{len(files):05}.safetensors': shard for i, shard in enumerate(files, 1)}
+    shards = {f'model-{i:05}-of-{len(files):05}.safetensors': shard for i, shard in enumerate(files, 1)}
+    return shards | ({_NORM_5: norm} if norm else {})
 
 
 def _write(plan: _Plan, directory: str, meter: Meter, piece_bytes: int) -> None:
@@ -169,4 +189,8 @@ def _write(plan: _Plan, directory: str, meter: Meter, piece_bytes: int) -> None:
                 for name, rows in zip(pair.tensors, pair.to_tensors(values), strict=True):
                     for copy in (name, *(plan.copies if name == _EMBEDDING else ())):
                         files[plan.weight_map[copy]].write(copy, row, rows)
+                if _NORM_5 in files and pair.tensors == (_FINAL_NORM,):
+                    # Computed in double precision, so that it is rounded only once.
+                    larger = values.astype(np.float64) * math.sqrt(plan.config['d_model'])
+                    files[_NORM_5].write(_FINAL_NORM, row, cast(larger, dtype, pair.leaf))
                 meter.add(values.nbytes)

@@ -87,7 +87,7 @@ class StoredArray(NDArrayOperatorsMixin):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedLeafError(f'{self.location}{_NO_VALUES}')
 
-    __array__ = __array_ufunc__ = __getitem__ = __len__ = __float__ = __int__ = _refuse
+    __array__ = __array_ufunc__ = __getitem__ = __float__ = __int__ = _refuse
 
     def __getattr__(self, name: str) -> Any:
         hint = f'. {self.location}{_NO_VALUES}' if hasattr(np.ndarray, name) and name[:1] != '_' else ''

@@ -909,7 +909,8 @@ def test_the_cure_for_another_shape_or_kind_of_dtype(tmp_path):
     ):  # fmt: skip
 
         def computed(state, template, compute=compute):
-            assert state['params']['w'] and state['params']['w'].shape == stored.shape
+            assert state['params']['w'].shape == stored.shape
+            assert bool(state['params']['w'])
             return {'params': {'w': compute(state['params']['w'])}}
 
         with pytest.raises(

@@ -29,7 +29,7 @@ from t5ckpt.format.chunk_grid import Box
 from t5ckpt.format.facts import Facts, TreeFacts, decode_facts, encode_facts
 from t5ckpt.format.file_checksums import FileChecksums
 from t5ckpt.format.manifest import decode_manifest, encode_manifest, version_of
-from t5ckpt.format.names import parse_marker, parse_step_dir, parse_tmp_dir
+from t5ckpt.format.names import parse_marker, parse_step_dir
 from t5ckpt.format.zarray import decode_zarray
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.metrics.event_file import masked_crc32c
@@ -113,7 +113,6 @@ def names(data: bytes) -> None:
     """Names of leaves and directories."""
     text = data.decode('utf-8', 'replace')
     parse_step_dir(text)
-    parse_tmp_dir(text)
     parse_marker(text)
     for directory in array_dirs({text, text[:5], text.upper(), f'{text}/a'}).values():
         assert 0 < len(directory) < 256, directory

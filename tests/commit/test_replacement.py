@@ -25,6 +25,7 @@ from t5ckpt.commit.taken_steps import StepTakenError
 from t5ckpt.commit.transaction import Transaction
 from t5ckpt.errors import (
     AccessDeniedError,
+    ChangedMeanwhileError,
     CheckpointNotFoundError,
     StepKeptError,
     StorageError,
@@ -386,7 +387,11 @@ def test_a_reader_of_the_earlier_layout_over_the_swap(url):
                 save(url, 2, overwrite=True)
             return self._inner.names(key, prefix)
 
-    with checkpointer(Late(storage)) as ck:
+    late = Late(storage)
+    with checkpointer(late) as ck:
+        with pytest.raises(ChangedMeanwhileError, match='was replaced while it was being read'):
+            ck.restore(1)
+        assert late.overwritten
         assert ck.restore(1)['n'] == 2
 
 

@@ -55,12 +55,6 @@ def restored(run, **options):
             "'opt_state/.*'",
         ),
         (
-            lambda run: t5ckpt.copy_checkpoint(
-                [run, run], run.parent / 'x', t5ckpt.ConvertOptions(parameters='parms/.*')
-            ),
-            "'params/.*'",
-        ),
-        (
             lambda run: t5ckpt.convert_checkpoint(
                 'to-safetensors', run, run.parent / 'x', t5ckpt.ConvertOptions(take='parms/hiden/.*')
             ),

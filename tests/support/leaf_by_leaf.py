@@ -57,8 +57,6 @@ class Source:
         return copy
 
 
-def request_for(
-    place, *, step=12, options=SMALL_CHUNKS, budget_bytes=STREAM_BYTES, overwrite=False, source=None, **shared
-):
+def request_for(place, *, step=12, options=SMALL_CHUNKS, budget_bytes=STREAM_BYTES, overwrite=False, **shared):
     context = SaveContext(open_storage(place), options, **shared)
-    return SaveRequest(context, step, budget_bytes, overwrite, Facts(source=source or {}))
+    return SaveRequest(context, step, budget_bytes, overwrite, Facts())

@@ -70,14 +70,7 @@ def test_prune_keeps_it(waiting):
     assert t5ckpt_cli('prune', waiting, '--keep', 1, '--yes').count(WAITS) == 2
     assert t5ckpt.all_steps(waiting) == [2, 3, 4]
     plan = {each['step']: each for each in json.loads(t5ckpt_cli('prune', waiting, '--keep', 1, '--json'))['plan']}
-    assert plan[2] == {
-        'step': 2,
-        'keep': True,
-        'reason': WAITS,
-        'overruled': True,
-        'tier': 'local',
-        'was_deleted': False,
-    }
+    assert plan[2] == {'step': 2, 'keep': True, 'reason': WAITS, 'overruled': True, 'was_deleted': False}
 
 
 def test_a_step_that_begins_to_wait_after_the_plan_is_kept(waiting):

@@ -297,7 +297,7 @@ def test_cast_leaves_is_a_regular_expression():
 STEP_RULES = {
     'best': ('', False),
     'cat': ('one', False),
-    'convert': ('several', True),
+    'convert': ('one', True),
     'cp': ('one', True),
     'diff': ('', False),
     'ls': ('', False),

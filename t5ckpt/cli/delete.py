@@ -33,7 +33,7 @@ from t5ckpt.cli.verb import (
 from t5ckpt.commit.deletion import decide_deletion, find_step, hide
 from t5ckpt.commit.retention import Retention, missing_from_all
 from t5ckpt.core.text import counted, numbered, some_of
-from t5ckpt.errors import StepKeptError
+from t5ckpt.errors import StorageError, T5CkptError
 from t5ckpt.format.names import step_dir
 from t5ckpt.metrics import TensorBoardMetrics
 from t5ckpt.policies import (
@@ -94,7 +94,7 @@ def rm(path: str, others: Sequence[str], pinned: bool, force: bool, **how: bool)
     its upload, nothing is deleted. A step of Orbax or Flax is deleted with all of its files. To delete steps by a rule, use
     t5ckpt prune.
 
-    Exit codes: 0 done; 1 a step must be kept, or could not be deleted; 3 no such step.
+    Exit codes: 0 done; 1 a step must be kept; 3 no such step; 4 the storage did not delete a step. The others are deleted.
 
     \b
     Examples:
@@ -106,15 +106,15 @@ def rm(path: str, others: Sequence[str], pinned: bool, force: bool, **how: bool)
     targets = {step: find_step(run, step) for step in steps}
     even = {'even_pinned': pinned, 'even_waiting': force}
     plan = [decide_deletion(run, listed, time.time, **even) for listed in targets.values()]
-    failed: dict[int, str] = {}
+    failed: dict[int, T5CkptError] = {}
 
     def delete() -> tuple[list[int], Mapping[int, str]]:
         for step, listed in targets.items():
             try:
                 hide(run, listed, time.time, **even)()
-            except StepKeptError as error:
-                failed[step] = str(error)
-        return [step for step in targets if step not in failed], failed
+            except T5CkptError as error:
+                failed[step] = error
+        return [step for step in targets if step not in failed], {step: str(error) for step, error in failed.items()}
 
     kept = [each.step for each in plan if each.keep]
     code = _carry_out(plan, 0 if kept else len(plan), delete, **how)
@@ -124,7 +124,8 @@ def rm(path: str, others: Sequence[str], pinned: bool, force: bool, **how: bool)
             'pass --force.',
             err=True,
         )
-    return Exit.NO if kept else code
+    is_refused = any(isinstance(error, StorageError) for error in failed.values())
+    return Exit.NO if kept else Exit.STORAGE if is_refused else code
 
 
 def _named(path: str, others: Sequence[str]) -> tuple[Storage, list[int]]:

@@ -14,6 +14,7 @@ import uuid
 import jax
 import numpy as np
 import pytest
+from support.cli import t5ckpt_cli
 from support.damage import with_fields
 from support.options import with_options
 
@@ -1052,3 +1053,16 @@ def test_an_overwrite_that_dies_while_it_removes_the_old_step_is_completed(tmp_p
     with t5ckpt.Checkpointer(_state(0), checkpoints_dir=tmp_path) as checkpointer:
         checkpointer.save(_state(3), step=3)
     assert (_value(tmp_path, step=2), t5ckpt.all_steps(tmp_path)) == (1, [2, 3])
+
+
+def test_rm_of_several_steps_goes_on_behind_one_that_the_storage_does_not_delete(gs):
+    run_dir = gs.url()
+    with t5ckpt.Checkpointer({'w': np.ones(4)}, checkpoints_dir=run_dir) as ck:
+        for step in (1, 2, 3):
+            ck.save({'w': np.ones(4)}, step=step)
+    gs.proxy.choose = lambda kind, key: '403' if kind == 'delete' and 'checkpoint_2/' in key else None
+    said = t5ckpt_cli('rm', run_dir, 1, 2, 3, '--yes', code=4)
+    gs.proxy.reset()
+    assert 'deleted: 1, 3' in said
+    assert 'step 2 was not deleted: ' in said
+    assert t5ckpt.all_steps(run_dir) == [2]

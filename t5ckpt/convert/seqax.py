@@ -254,7 +254,9 @@ def _write(
     storage.write(join(work, '.zgroup'), b'{"zarr_format": 2}')
     write_zarr(storage, work, writes, options)
     storage.write(join(work, '.zattrs'), json.dumps({_DONE: True}).encode())
-    if work != name:
+    if work != name and storage.kind(name) is not None and storage.exchange(work, name):
+        _remove(storage, work)
+    elif work != name:
         _remove(storage, name)
         storage.publish(work, name)
     return storage.url(name), writes

@@ -1,6 +1,7 @@
 """seqax's layout: read what zarr-python wrote as seqax does, write what zarr-python reads, and everything in between."""
 
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -22,6 +23,8 @@ from support.golden import TESTDATA
 import t5ckpt
 from t5ckpt import errors
 from t5ckpt.convert.seqax import read_seqax, seqax_steps, write_seqax
+from t5ckpt.storage import open_storage
+from t5ckpt.testing import FaultyStorage
 
 
 @pytest.fixture
@@ -334,3 +337,17 @@ def test_zarr_python_reads_what_is_written(tmp_path):
         else:
             loaded = jax.make_array_from_callback(leaf.shape, sharding, lambda index, array=array: array[index])
             assert_same(np.asarray(loaded), np.asarray(leaf))
+
+
+def test_an_overwrite_that_fails_anywhere_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    outcomes = set()
+    for fail_at in itertools.count():
+        write_seqax(tmp_path, 1, {'w': np.zeros(2)}, overwrite=True)
+        storage = FaultyStorage(open_storage(tmp_path), fail_at, sticky=True)
+        try:
+            write_seqax(storage, 1, {'w': np.ones(2)}, overwrite=True)
+        except errors.StorageError:
+            outcomes.add(read_seqax(tmp_path)[0]['w',].get()[0])
+        else:
+            break
+    assert outcomes == {0, 1}

@@ -122,8 +122,9 @@ class Uploads:
         self._outcomes: dict[int, str] = {}
         # The last step that could not be uploaded, until a wait raises it or a newer step is uploaded; or -1.
         self._failed = -1
-        # Of the latest attempt, until one succeeds.
+        # Of the latest attempt, until one succeeds; and how many have failed.
         self._error: Exception | None = None
+        self._failures = 0
         # The steps of the run, as its storage has last answered; None before.
         self._of_run: Collection[int] | None = None
         self.has_started = self._is_running = self._is_stopped = False
@@ -499,6 +500,7 @@ class Uploads:
                 self._note_end(step, '' if error is None else str(error).removesuffix('.'))
             else:
                 self._error = error
+                self._failures += 1
                 self._pause = min(2 * self._pause or _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
                 self._next_attempt = time.monotonic() + self._pause
         try:
@@ -546,13 +548,13 @@ class Uploads:
             self._check_in_run(each, is_waiting=each in waiting)
 
     def _wait(self, step: int | None) -> None:
-        error, self._next_attempt = self._error, 0.0
+        failures, self._next_attempt = self._failures, 0.0
         self._condition.notify_all()
         while left := [each for each in sorted({*self._waiting, self._current} - {-1}) if step in (None, each)]:
             text = f'{numbered_are("step", left)} not in {self._run.url()}'
             if isinstance(self._error, LocalDirError):
                 raise self._error
-            if self._error not in (None, error):
+            if self._error is not None and self._failures > failures:
                 raise NotPersistedError(f'{text} yet: {self._error} The upload is repeated.') from self._error
             if not self._is_running or self._is_stopped:
                 why = 'the checkpointer is closed' if self._is_stopped else f'the uploads have ended: {self._error}'

@@ -87,7 +87,6 @@ _KILLED_DELETER = """
 import sys, time
 from support.faultshim import KILL, RENAME, WRITE, Shim
 from t5ckpt.commit.deletion import delete_step
-from t5ckpt.integrity.verify import verify_located
 from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
 place, kind = sys.argv[1], {'write': WRITE, 'rename': RENAME}[sys.argv[2]]
@@ -192,7 +191,6 @@ import sys, time
 from t5ckpt.catalog.layouts import ListedStep
 from t5ckpt.commit.deletion import hide
 from t5ckpt.errors import CheckpointNotFoundError, StepKeptError
-from t5ckpt.integrity.verify import verify_located
 from t5ckpt.policies import KeepLatest
 from t5ckpt.storage import open_storage
 storage, steps = open_storage(sys.argv[1]), range(int(sys.argv[2]))

@@ -398,6 +398,23 @@ def test_a_failed_deletion_of_a_step_that_waits_drops_no_later_step(remote, loca
     assert (t5ckpt.all_steps(remote), value(remote, 100), value(remote, 200)) == ([100, 200], 2, 3)
 
 
+def test_wait_ends_with_an_attempt_that_fails_as_the_one_before_it(remote, local, caplog):
+    """The error is the same object."""
+    error = StorageError(errno.EMFILE, 'injected: too many open files')
+
+    class Failing(FaultyStorage):
+        def before_operation(self, name, key):
+            if name == 'write':
+                raise error
+
+    with checkpointer(Failing(remote), local) as ck:
+        ck.save(state(1))
+        while 'failed, and is repeated' not in caplog.text:
+            time.sleep(0.01)
+        with pytest.raises(NotPersistedError, match=r'yet: .*injected.* The upload is repeated'):
+            ck.wait_until_persisted()
+
+
 def test_after_a_restore_of_an_older_step_the_new_saves_are_uploaded(remote, local, caplog):
     caplog.set_level(logging.INFO)
     with checkpointer(remote, local) as ck:

@@ -49,7 +49,7 @@ class PreemptionNotice:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError('PreemptionNotice must be entered in the main thread, where Python delivers signals.')
         if self._previous:
-            raise RuntimeError('PreemptionNotice is entered already. Pass the one that is entered.')
+            raise RuntimeError('This PreemptionNotice is already entered. Enter it once, and pass it on.')
         self._warns = False
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._receive)

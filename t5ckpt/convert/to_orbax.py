@@ -7,13 +7,13 @@
     <step>/default/_strings.json        the leaves that are text
     <step>/default/{array_metadatas/process_0,_sharding}   the implementations and devices of typed PRNG keys
 
-Orbax 0.12.8 writes the same with ``use_ocdbt=False`` (``_src/serialization/type_handlers.py``, ``_src/metadata/tree.py``). Every
-version since 2022 reads it.
+Orbax 0.12.8 writes the same with ``use_ocdbt=False`` (``_src/serialization/type_handlers.py``, ``_src/metadata/tree.py``).
 """
 
 from __future__ import annotations
 
 import base64
+import glob
 import json
 import os
 import time
@@ -25,7 +25,7 @@ from t5ckpt.convert.options import ConvertOptions, ConvertReport
 from t5ckpt.convert.source import open_export, plan_zarr, write_zarr
 from t5ckpt.core.keys import join
 from t5ckpt.core.leaf_path import Path, leaf_name
-from t5ckpt.errors import UnsupportedLeafError
+from t5ckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 from t5ckpt.format.dtypes import STORED_AS, is_storable
 from t5ckpt.format.facts import Facts
 from t5ckpt.format.names import PINNED, TRAIN_DS_PREFIX
@@ -51,6 +51,7 @@ def convert_to_orbax(
     Raises:
       OutputExistsError: the directory exists, and ``options.overwrite`` is not set.
       UnsupportedLeafError: leaves that Orbax cannot hold, or would store under one name.
+      UnsupportedFormatError: there are typed PRNG keys, and Orbax would take the directory's name for a pattern.
     """
     started, target = time.monotonic(), local_output(directory)
     contents, selected = open_export(source, target, options)
@@ -58,6 +59,11 @@ def convert_to_orbax(
     leaves = leaves_after_cast(leaves_to_save(selected.table, is_storable), options.cast)
     names = {leaf.path: '.'.join(leaf.path) for leaf in leaves if leaf.kind not in ('none', 'empty')}
     _check_names(names)
+    if glob.has_magic(target) and any(leaf.kind == 'key' for leaf in leaves):
+        raise UnsupportedFormatError(
+            f'{target}: Orbax would take the *, ? or [ in this path for a pattern, not find the implementations of the PRNG keys '
+            'there, and read the keys as plain numbers. Convert to another directory.'
+        )
     arrays = [leaf for leaf in leaves if leaf.dtype is not None]
     writes = plan_zarr(arrays, names, lambda dtype: dtype.name not in _LACKING, 'Orbax')
     nbytes = 0

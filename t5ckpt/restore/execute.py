@@ -137,8 +137,8 @@ def _plan(request: RestoreRequest, found: _Found) -> RestorePlan:
         if not items:
             raise
         # Without rules of ``rename``, which would take the leaves of the item that is read.
-        others = f'of whose items of Orbax {some_of(items, 8)} is not read, path={where}/{items[0]} reads it,'
-        raise mismatch_error(error.problems, f'{where}, {others}') from error
+        others = f'(not read of it: {some_of(items, 8)}; path={where}/{items[0]} reads this item of Orbax)'
+        raise mismatch_error(error.problems, f'{where} {others}') from error
     report_plan(plan, request, contents, table, asked)
     return plan
 

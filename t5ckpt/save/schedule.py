@@ -209,7 +209,7 @@ class SaveSchedule:
         return not self._is_saved(step, view) and view.reason(policy, step, self._previous) is not None
 
     def _is_saved(self, step: int, view: PolicyState) -> bool:
-        """Whether the loop begins with the latest step or has saved it; of that of an abandoned branch the save is to tell."""
+        """Whether the loop begins with the latest step, or has saved it. A save reports the step of an abandoned branch."""
         is_own = self._previous is None or (self._last is not None and self._last.step == step)
         return is_own and step == view.last_step
 
@@ -227,7 +227,9 @@ class SaveSchedule:
                 state.last_step = latest
 
     def warn_at_end(self, *, has_saved: bool) -> None:
-        """Warns if a save policy or ``preempted=`` was passed and never used, or no step was saved after a preemption."""
+        """Warns in process 0 if an option was passed and never used, or no step was saved after a preemption."""
+        if self._coordinator.processes_of_job().index != 0:
+            return
         view = self._view
         if self.should_stop and view is not None and not view.handled and view.last_step != self._updated_at:
             _log.warning(
@@ -238,7 +240,7 @@ class SaveSchedule:
             )
         given = {'save_policy': self._policy, 'preempted': self._preempted}
         names = ' and '.join(name for name, value in given.items() if value is not None)
-        if not has_saved or not names or self.is_used or self._coordinator.processes_of_job().index != 0:
+        if not has_saved or not names or self.is_used:
             return
         methods = 'maybe_save' if self._policy is not None else 'maybe_save or reached_preemption'
         text = (

@@ -17,7 +17,7 @@ import stat
 from t5ckpt.errors import NotDurableError
 
 _RENAME_EXCHANGE = 2
-# The kernel, the file system or the C library does not support the exchange.
+# The kernel, the file system or the C library does not support the exchange, or, as a lower layer of an overlay, no rename.
 _ABSENT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV}
 
 

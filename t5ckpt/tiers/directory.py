@@ -68,7 +68,7 @@ def read_record(local: Storage) -> TierRecord | None:
         raise LocalDirError(
             f'{local.url(_RECORD)} is damaged ({error}), so the run of its steps is unknown. {_cures(local)}'
         ) from error
-    raise LocalDirError(f'{local.url(_RECORD)} has format {version}; this version reads {_FORMAT}. Update t5ckpt.')
+    raise LocalDirError(f'{local.url(_RECORD)} has format {version}, and this program knows {_FORMAT}. Update t5ckpt.')
 
 
 def read_run_id(run: Storage) -> str:

@@ -434,18 +434,12 @@ class Uploads:
         if disk is None or disk.identity.save != save:
             return 0, []
 
+        def read(name: str) -> bytes:
+            return self._read(disk.step, functools.partial(disk.read_file, name))
+
         sizes = {name: size for name, (size, _) in disk.assigned.items()}
         sizes[file_checksums_name(disk.identity.role)] = 0
-        nbytes = sum(
-            copy_files(
-                lambda name: self._read(disk.step, functools.partial(disk.read_file, name)),
-                sizes,
-                self._run,
-                directory,
-                _WORKERS,
-                self._pace,
-            )
-        )
+        nbytes = sum(copy_files(read, sizes, self._run, directory, _WORKERS, self._pace))
         return nbytes, [name for name in disk.assigned if is_position(name)]
 
     def _commit(self, work: Transaction, disk: DiskStep, positions: Sequence[str]) -> None:
@@ -579,8 +573,8 @@ class Uploads:
             if is_waiting:
                 why = (
                     'it waits for its upload, which begins with the first restore or save; neither a checkpointer with '
+                    'read_only=True nor a forked process uploads.'
                 )
-                why += 'read_only=True nor a forked process uploads.'
             elif not has_step(self._local, step):
                 why = 'there is no such step.'
             raise NotPersistedError(f'step {step} is not in {run.url()}: {why}')

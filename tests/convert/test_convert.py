@@ -402,6 +402,22 @@ def test_targets_with_odd_names(tmp_path, monkeypatch, name):
             assert_same(checkpointer.restore((tmp_path / target / 'default').absolute())['w'], state['w'], 'w')
 
 
+# Orbax warns of a sharding that it takes from its file.
+@pytest.mark.filterwarnings('ignore:Sharding info not provided')
+def test_typed_keys_are_not_converted_to_where_orbax_reads_them_as_numbers(tmp_path):
+    state = {'key': jax.random.key(1), 'w': np.ones(3)}
+    t5ckpt.Checkpointer(state, checkpoints_dir=tmp_path / 'run').save(state, step=7)
+    with pytest.raises(errors.UnsupportedFormatError, match=r'seed=\[1,2\].* pattern'):
+        t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'seed=[1,2]/7')
+    assert not (tmp_path / 'seed=[1,2]').exists()
+    # The reason: Orbax looks for the file with the implementations by a pattern.
+    t5ckpt.convert_checkpoint('to-orbax', tmp_path / 'run', tmp_path / 'plain/7')
+    shutil.copytree(tmp_path / 'plain/7', tmp_path / 'seed=[1,2]/7')
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = [checkpointer.restore(tmp_path / name / '7/default')['key'].dtype for name in ('plain', 'seed=[1,2]')]
+    assert found == [state['key'].dtype, np.uint32]
+
+
 @pytest.mark.parametrize('name', ['/a', 'b//c', '../d'])
 def test_names_that_lead_out_of_a_directory_of_orbax_are_refused(tmp_path, name):
     state = {name: np.ones(4)}

@@ -90,11 +90,14 @@ def test_a_template_by_item_reads_the_items_that_it_names(tmp_path):
     # The item that is read by default goes first, if it has the keys of the template.
     assert t5ckpt.Checkpointer(items['state'], checkpoints_dir=tmp_path / 'run').restore()['w'].tolist() == [1.0] * 3
     for template in ({**items, 'step': 0}, {**items['state'], 'ema': items['ema']}):
-        with pytest.raises(errors.TreeMismatchError, match='items of Orbax') as caught:
+        with pytest.raises(errors.TreeMismatchError, match='item of Orbax') as caught:
             t5ckpt.Checkpointer(template, checkpoints_dir=tmp_path / 'run').restore()
         # A rule would take the leaves of one item for those of the other.
         assert caught.value.rename == ()
-        assert f'ema is not read, path={tmp_path}/run/7/ema reads it' in str(caught.value)
+        assert (
+            f'(not read of it: ema; path={tmp_path}/run/7/ema reads this item of Orbax) does not fit the template'
+            in str(caught.value)
+        )
 
 
 def test_the_only_tree_is_read_whatever_its_name(tmp_path, caplog):

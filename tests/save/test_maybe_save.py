@@ -212,7 +212,7 @@ def test_a_loop_that_was_rolled_back_is_told_of_the_steps_that_it_does_not_repla
 def test_a_preemption_notice_is_entered_once():
     notice, before = PreemptionNotice((signal.SIGUSR1,)), signal.getsignal(signal.SIGUSR1)
     with notice:
-        with pytest.raises(RuntimeError, match='is entered already'), notice:
+        with pytest.raises(RuntimeError, match='is already entered'), notice:
             pass
         os.kill(os.getpid(), signal.SIGUSR1)
         assert notice()
